@@ -21,11 +21,11 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.layers.activation import PLAIN
 from quire.layers.attention import Attention
 from quire.layers.base import Layer, Module, activation_dtype, model_dtype, parameter
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear, UnbiasedKeyQKVLinear
+from quire.layers.mlp import PlainMLP
 from quire.layers.norm import block_norm
 from quire.layers.shard import Span
 from quire.layers.slot import Slot
@@ -183,23 +183,7 @@ class CrossingBlock(Module):
         self.self_attn_layer_norm = block_norm(config, f"{prefix}.self_attn_layer_norm")
         self.encoder_attn_layer_norm = block_norm(config, f"{prefix}.encoder_attn_layer_norm")
         self.final_layer_norm = block_norm(config, f"{prefix}.final_layer_norm")
-        self.fc1 = Linear(
-            in_features=arch.hidden_size,
-            out_features=arch.intermediate_size,
-            bias=True,
-            dtype=model_dtype(config),
-            name=f"{prefix}.fc1",
-            partition="output",
-        )
-        self.fc2 = Linear(
-            in_features=arch.intermediate_size,
-            out_features=arch.hidden_size,
-            bias=True,
-            dtype=model_dtype(config),
-            name=f"{prefix}.fc2",
-            partition="input",
-        )
-        self.activate = PLAIN[arch.hidden_act]
+        self.mlp = PlainMLP(config=config, prefix=f"{prefix}.mlp")
 
     def store(self, encoded: Tensor, slots: Tensor, step: StepContext) -> None:
         """Write the keys and values of an encoder's output [M, H] to slots [M] of the cache."""
@@ -213,8 +197,7 @@ class CrossingBlock(Module):
         x = x + self.self_attn.out_proj(attention(q, k, v, positions, own), own)
         q = self._heads(self.encoder_attn.q_proj(self.encoder_attn_layer_norm(x), own))
         x = x + self.encoder_attn.out_proj(attention.attend(q, rows.crossing), own)
-        inner = self.activate(self.fc1(self.final_layer_norm(x), own))
-        out: Tensor = x + self.fc2(inner, own)
+        out: Tensor = x + self.mlp(self.final_layer_norm(x), own)
         return out
 
     def _heads(self, x: Tensor) -> Tensor:

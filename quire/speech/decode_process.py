@@ -7,13 +7,12 @@ crashes a decoder, or makes it allocate without bound, costs this process only.
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import sys
 from pathlib import Path
 
 from quire.errors import ValidationError
-from quire.processes import GROUP_SIGNALS
+from quire.processes import GROUP_SIGNALS, limit_memory
 from quire.speech.audio import decode
 
 MEMORY_BYTES = 2**30  # Beyond what the process has when it begins.
@@ -23,7 +22,7 @@ def main() -> None:
     """Decode, and write the reply."""
     for one in GROUP_SIGNALS:
         signal.signal(one, signal.SIG_IGN)
-    _limit_memory()
+    limit_memory(MEMORY_BYTES)
     source, target, max_seconds = sys.argv[1:]
     reply: dict[str, object]
     try:
@@ -33,11 +32,6 @@ def main() -> None:
     except MemoryError:
         reply = {"error": "the sound takes too much memory to decode"}
     print(json.dumps(reply), flush=True)
-
-
-def _limit_memory() -> None:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES,) * 2)
 
 
 if __name__ == "__main__":

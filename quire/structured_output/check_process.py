@@ -20,12 +20,12 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
 from quire.errors import ValidationError
+from quire.processes import limit_memory
 from quire.structured_output.backend import (
     DEAD_END,
     Grammar,
@@ -262,9 +262,7 @@ def _limit(question: CheckRequest) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):  # the system has no such file or limit
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + question.memory_mb * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit_memory(question.memory_mb * 2**20)
 
 
 def _wait(result: IO[bytes], child: int, timeout_s: float) -> bytes | None:

@@ -35,7 +35,7 @@ def read_whisper(architecture: str, config: JsonObject) -> ModelArch:
     return read_arch(
         architecture,
         config,
-        names=CheckpointNames({"lm_head": "proj_out"}),
+        names=CheckpointNames({"lm_head": "proj_out", "mlp": "", "up_proj": "fc1", "down_proj": "fc2"}),
         intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH),
         num_kv_heads=heads,
         head_dim=read_head_dim(config, heads),

@@ -6,7 +6,6 @@ kills it when a job takes too long. An error of a job is part of its reply; anyt
 
 from __future__ import annotations
 
-import resource
 import sys
 import warnings
 from pathlib import Path
@@ -29,9 +28,8 @@ from quire.multimodal.door.decoding import (
 from quire.multimodal.door.jobs import DecodeJob, DecodeReply, DecodeSetup
 from quire.multimodal.door.layout import Layout
 from quire.multimodal.processors.base import Processor, make_processor
+from quire.processes import limit_memory
 from quire.structured_output.checker import read_frame, write_frame
-
-PAGE = resource.getpagesize()
 
 
 def main() -> None:
@@ -44,7 +42,7 @@ def main() -> None:
     processor = make_processor(setup.architecture, Path(setup.model_dir), setup.options)
     if processor is None:
         raise SystemExit(f"{setup.architecture} takes no images")
-    _limit_memory(setup.memory_bytes)
+    limit_memory(setup.memory_bytes)
     write_frame(sink, b"ready")
     while (frame := read_frame(source)) is not None:
         reply = run(msgspec.msgpack.decode(frame, type=DecodeJob), processor, setup)
@@ -76,12 +74,6 @@ def _prepared(job: DecodeJob, processor: Processor) -> tuple[dict[str, NDArray[A
     if job.kind == RAW:
         return prepare_image(processor, read_raw(content, job.size), job.options)
     return prepare_image(processor, read_image(content, job.max_pixels), job.options)
-
-
-def _limit_memory(num_bytes: int) -> None:
-    """Limit the address space to what is in use now and `num_bytes` more."""
-    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * PAGE
-    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes,) * 2)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class QwenVLTower(Tower):
 
     parts = (f"{_AT}.",)
     kind = "layer"
-    """Of the norms."""
+    """Kind of the norms, see `tower_norm`."""
     patch_bias = False
     merger_names = (f"{_AT}.merger.ln_q", f"{_AT}.merger.mlp.0", f"{_AT}.merger.mlp.2")
 
