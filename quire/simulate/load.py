@@ -45,8 +45,8 @@ class Lengths:
     draw: Callable[[random.Random], int] = field(compare=False)
 
 
-_FIXED = re.compile(r"(\d+)(?:-(\d+))?")
-_AROUND = re.compile(r"~(\d+)")
+_FIXED = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_AROUND = re.compile(r"~([0-9]+)")
 SIGMA = 0.6  # Of the log-normal distribution: 90 % lie between 0.37 and 2.7 times the median.
 
 

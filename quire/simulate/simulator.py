@@ -69,7 +69,12 @@ class CostedExecutor(NullExecutor):
         return msgspec.structs.replace(super().collect(), forward_s=seconds)
 
     def _passes_in_time(self, plan: SchedulerOutput) -> int:
-        """Return the passes of a plan that a worker runs before --max-multi-step-s is over, at least 1."""
+        """Return the passes of a plan that a worker runs before --max-multi-step-s is over, at least 1.
+
+        A plan that only frees rows or moves blocks has none.
+        """
+        if not plan.scheduled:
+            return 0
         one, two = (self._costs.seconds(work_of_plan(plan, passes)) for passes in (1, 2))
         limit = self.config.scheduler.max_multi_step_s
         further = (limit - one) / (two - one) if two > one else float(plan.max_decode_steps)

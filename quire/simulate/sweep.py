@@ -98,6 +98,10 @@ class Scenario:
             raise ConfigError(
                 f"--vary {name}: must be at least 1; automatic values were resolved at the calibration"
             )
+        if scheduler.async_scheduling and scheduler.num_scheduler_steps > 1:
+            raise ConfigError(
+                f"--vary {name}: plans of several steps (num_scheduler_steps) are not made ahead (async_scheduling)"
+            )
         scheduler.check()
         return dataclasses.replace(self, config=dataclasses.replace(self.config, scheduler=scheduler))
 
