@@ -15,6 +15,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SANITIZED := build/sanitized
+MERMAID := build/mermaid
 INPUTS := pyproject.toml constraints.txt $(wildcard csrc/cpu/*)
 PYTEST := $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 CLIENTS := openai_3 openai_2
@@ -30,7 +31,7 @@ FIND_PYTHON  = for p in $(CANDIDATES); do "$$p" -c '$(PROBE)' 2>/dev/null && ech
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve lint test quick test-more test-real test-every clients sanitize soak gpu-check gpu-bench clean
+.PHONY: help install serve lint test quick test-more test-real test-every clients sanitize soak docs gpu-check gpu-bench clean
 
 help:
 	@echo 'make install   create $(VENV) with quire and its development tools (PYTHON=/path/to/python3.x to choose)'
@@ -44,6 +45,7 @@ help:
 	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan, their threads under TSan: ISAS="portable;avx2" TESTS='
 	@echo 'make soak      the long randomised tests; with SECONDS=60 a server under mixed traffic and faults for so long'
 	@echo 'make gpu-check kernels, models and engines on a GPU against their oracles; make gpu-bench: their speed'
+	@echo 'make docs      the site of docs/ in build/site, every link checked (npm, if there: diagrams work offline)'
 	@echo 'make clean     remove the environment, builds and caches'
 
 install: $(STAMP) ;
@@ -143,6 +145,17 @@ sanitize: install
 
 soak: install
 	@$(BIN)/$(if $(SECONDS),python -m benchmarks.soak --seconds $(SECONDS),pytest -q -m soak) $(ARGS)
+
+$(VENV)/.docs: $(STAMP)
+	@echo 'installing mkdocs'; $(PIP) --editable '.[docs]'
+	@touch $@
+
+# Without npm, a browser loads the library that draws diagrams from its public host.
+docs: install $(VENV)/.docs
+	@[ -e $(MERMAID)/package ] || ! command -v npm > /dev/null || { mkdir -p $(MERMAID) \
+	  && (cd $(MERMAID) && npm pack --silent mermaid@11 > /dev/null && tar -xzf mermaid-*.tgz package/dist/mermaid.min.js); }
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo 'site: build/site/index.html'
 
 # These run from the source tree with the machine's own Python, on which there need be nothing but torch and a few packages.
 gpu-check gpu-bench:

@@ -1,7 +1,7 @@
 """Hooks of mkdocs (`make docs`): files of the repository that pages link to become pages of the site.
 
-Pages are written for a reader of the repository, so they link to programs, folders and results beside `docs/`. Each of
-these is added to the site at its own path: Markdown as it is, sources in a code block, folders as lists of files. A link
+Pages are written for a reader of the repository, so they link to programs, folders and results beside `docs/`. These
+are added to the site at their own paths: Markdown as it is, sources in a code block, folders as lists of files. A link
 to nothing fails the build.
 """
 
@@ -20,14 +20,24 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 DOCS = "docs/"
+DIAGRAMS = ROOT / "build/mermaid/package/dist/mermaid.min.js"  # `make docs` fetches it if npm is there.
 HOME = {"README.md": "index.md"}  # The site has a first page of its own.
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Serve the library that draws diagrams from the site itself, if it is here."""
+    if DIAGRAMS.exists():
+        config.extra_javascript.append(f"assets/{DIAGRAMS.name}")
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add every file outside `docs/` that a page links to, directly or through other such files."""
+    if DIAGRAMS.exists():
+        files.append(File.generated(config, f"assets/{DIAGRAMS.name}", abs_src_path=str(DIAGRAMS)))
     waiting = [(DOCS + file.src_uri, file.content_string) for file in files.documentation_pages()]
     known = {file.src_uri for file in files}
     while waiting:
@@ -41,7 +51,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
             else:
                 files.append(File.generated(config, uri, content=content))
-                waiting.append((path, content))
+                waiting.append((f"{path}/" if (ROOT / path).is_dir() else path, content))
     return files
 
 
