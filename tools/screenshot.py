@@ -65,7 +65,7 @@ def typed(command: Sequence[str], lines: Sequence[str]) -> str:
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ |= {"TERM": "xterm-256color", "COLUMNS": "90", "QUIRE_LOG_LEVEL": "ERROR"}
-        os.execvp(command[0], command)
+        os.execvp(command[0], list(command))
     shown = b""
     for line in lines:
         shown += _read(terminal, PROMPT)
