@@ -29,8 +29,6 @@ def answer(example: str, url: str, *question: str) -> str:
     """Return what an example prints."""
     command = [sys.executable, str(ROOT / "examples" / example), *question]
     environment = os.environ | {"QUIRE_URL": url}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
