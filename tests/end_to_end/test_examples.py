@@ -17,7 +17,6 @@ import pytest
 import yaml
 from PIL import Image
 
-from quire.metrics.catalog import metrics_table
 from tests.end_to_end.server import Server
 from tests.fixtures.gguf_models import write_demo
 from tests.fixtures.seeing_models import make_seeing
@@ -143,14 +142,9 @@ def test_transcription_example_writes_segments(run: Callable[..., str], tmp_path
     assert str(sound) in run("transcription.py", str(model), str(sound))
 
 
-def test_monitoring_queries_name_existing_metrics() -> None:
-    dashboard = json.loads((EXAMPLES / "monitoring/grafana.json").read_text())
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    asked = {name for query in queries for name in re.findall(r"quire:\w+", query)}
-    known = set(re.findall(r"`(quire:\w+)`", metrics_table()))
-    assert asked
-    assert {re.sub("_bucket$", "", name) for name in asked} <= known
-    assert yaml.safe_load((EXAMPLES / "monitoring/prometheus.yml").read_text())["scrape_configs"]
+def test_prometheus_example_scrapes_a_server() -> None:
+    (job,) = yaml.safe_load((EXAMPLES / "monitoring/prometheus.yml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["localhost:8000"]}]
 
 
 def test_examples_are_all_run_and_all_listed() -> None:
