@@ -15,7 +15,6 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SANITIZED := build/sanitized
-MERMAID := build/mermaid
 INPUTS := pyproject.toml constraints.txt $(wildcard csrc/cpu/*)
 PYTEST := $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 CLIENTS := openai_3 openai_2
@@ -31,7 +30,7 @@ FIND_PYTHON  = for p in $(CANDIDATES); do "$$p" -c '$(PROBE)' 2>/dev/null && ech
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve lint test quick test-more test-real test-every clients sanitize soak docs gpu-check gpu-bench clean
+.PHONY: help install serve lint test quick test-more test-real test-every clients sanitize soak gpu-check gpu-bench clean
 
 help:
 	@echo 'make install   create $(VENV) with quire and its development tools (PYTHON=/path/to/python3.x to choose)'
@@ -44,8 +43,8 @@ help:
 	@echo 'make clients   stock client libraries against the server, in environments of their own: ARGS='
 	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan, their threads under TSan: ISAS="portable;avx2" TESTS='
 	@echo 'make soak      the long randomised tests; with SECONDS=60 a server under mixed traffic and faults for so long'
-	@echo 'make gpu-check kernels, models and engines on a GPU against their oracles; make gpu-bench: their speed'
 	@echo 'make docs      the site of docs/ in build/site, every link checked (npm, if there: diagrams work offline)'
+	@echo 'make gpu-check kernels, models and engines on a GPU against their oracles; make gpu-bench: their speed'
 	@echo 'make clean     remove the environment, builds and caches'
 
 install: $(STAMP) ;
@@ -150,7 +149,10 @@ $(VENV)/.docs: $(STAMP)
 	@echo 'installing mkdocs'; $(PIP) --editable '.[docs]'
 	@touch $@
 
+MERMAID := build/mermaid
+
 # Without npm, a browser loads the library that draws diagrams from its public host.
+.PHONY: docs
 docs: install $(VENV)/.docs
 	@[ -e $(MERMAID)/package ] || ! command -v npm > /dev/null || { mkdir -p $(MERMAID) \
 	  && (cd $(MERMAID) && npm pack --silent mermaid@11 > /dev/null && tar -xzf mermaid-*.tgz package/dist/mermaid.min.js); }
