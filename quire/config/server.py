@@ -157,6 +157,11 @@ class ServerConfig(Config):
         False, "GET /tokenizer_info, which shows the chat template and the special tokens."
     )
     enable_force_include_usage: bool = option(False, "Send usage with every stream, asked for or not.")
+    disable_access_log_for_endpoints: tuple[str, ...] = option(
+        ("/health", "/livez", "/readyz", "/ping", "/metrics"),
+        "Paths, with commas between, whose successful requests get no access line; none: every request gets one.",
+        metavar="PATHS",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

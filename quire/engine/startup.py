@@ -294,7 +294,10 @@ def _choose_max_model_len(config: EngineConfig, max_seq_length: int | None) -> C
     """Choose the context length; sentence-transformers' `max_seq_length` may be below the model's positions."""
     asked, limit = config.model.max_model_len, context_limit(config.arch)
     if asked > limit:
-        raise ConfigError(f"--max-model-len is {asked}, but the model was made for {limit} positions")
+        raise ConfigError(
+            f"--max-model-len is {asked}, but the model was made for {limit} positions; give at most "
+            "that, or extend it by rope_scaling in --hf-overrides"
+        )
     if (asked if asked > 0 else limit) > MOST_POSITIONS:
         raise ConfigError(
             f"the context has {asked if asked > 0 else limit} positions, by the model's config.json "

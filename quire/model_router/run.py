@@ -22,7 +22,7 @@ from quire.entrypoints.openai.keys import with_keys_of_environment
 from quire.entrypoints.openai.lifecycle import GRACE_S, HttpServer, base_url, reaches_others
 from quire.entrypoints.openai.start_signals import StartSignals, drain_signals
 from quire.errors import StartupError
-from quire.logging_setup import say, say_error
+from quire.logging_setup import say, say_failure
 from quire.model_router.app import RouterApp
 from quire.model_router.child import ServerStarter, Starter
 from quire.model_router.flags import server_flags
@@ -52,8 +52,7 @@ def run_router(models: Models, config: ServerConfig, settings: ModelRouterConfig
             finally:
                 private_directories.remove(directory)
     except StartupError as error:
-        say_error(f"error: {error}")
-        return 1
+        return say_failure(error)
     return 0  # a signal came before there was anything to drain
 
 

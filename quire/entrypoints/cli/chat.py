@@ -135,7 +135,7 @@ def each_line(prompt: str, answer: Callable[[str], None]) -> None:
             try:
                 answer(line)
             except QuireError as error:
-                click.echo(f"Error: {error}", err=True)
+                click.echo(f"error: {error}", err=True)
 
 
 class PrintedText:

@@ -40,7 +40,7 @@ from quire.errors import (
     UnavailableError,
     ValidationError,
 )
-from quire.logging_setup import hide_queries
+from quire.logging_setup import hide_probes, hide_queries
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import RequestResponseCycle
@@ -428,6 +428,7 @@ def http_config(
 ) -> uvicorn.Config:
     """Return uvicorn's settings. Uses h11 because it bounds the size of headers and rejects ambiguous ones."""
     hide_queries()
+    hide_probes(path for entry in config.disable_access_log_for_endpoints for path in entry.split(","))
     return uvicorn.Config(
         app,
         http=protocol_class(

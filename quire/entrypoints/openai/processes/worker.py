@@ -37,7 +37,7 @@ from quire.entrypoints.openai.processes.channel import (
 from quire.entrypoints.openai.processes.supervisor import count_turns
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
-from quire.logging_setup import configure_logging
+from quire.logging_setup import EXIT_FAILED, configure_logging
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.routing.counters import CounterField, CounterSlot, SharedCounters
@@ -76,8 +76,9 @@ class WorkerLifecycle(Lifecycle):
     def _listeners(self) -> list[socket.socket]:
         return []
 
-    def _report_failed_start(self, error: QuireError) -> None:
+    def _report_failed_start(self, error: QuireError) -> int:
         logger.info("the engine could not start: %s", error)
+        return EXIT_FAILED
 
     async def _check_adapters(self) -> None:
         """Skip: the supervisor checks them."""
