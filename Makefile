@@ -33,8 +33,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
           $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # The first interpreter that quire runs on and that can make environments.
-PROBE       := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
-CANDIDATES   = $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
+PROBE       := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+CANDIDATES   = $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11)
 FIND_PYTHON  = for p in $(CANDIDATES); do "$$p" -c '$(PROBE)' 2>/dev/null && echo "$$p" && break; done
 
 # Hundreds of tests start a quire of their own, each of which would compile all that it imports.
@@ -66,7 +66,7 @@ install: $(STAMP) $(COMPILED) ;
 $(BIN)/python:
 	@python=$$($(FIND_PYTHON)); \
 	if [ -z "$$python" ]; then \
-	  echo 'quire needs Python 3.11, 3.12 or 3.13 with venv (on Debian: apt install python3 python3-venv);' >&2; \
+	  echo 'quire needs Python 3.11 to 3.14 with venv (on Debian: apt install python3 python3-venv);' >&2; \
 	  echo 'none of these will do: $(CANDIDATES). Name one with PYTHON=' >&2; exit 1; \
 	fi; \
 	echo "creating $(VENV) with $$python"; "$$python" -m venv $(VENV)

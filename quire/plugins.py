@@ -78,7 +78,7 @@ class PluginTable(Generic[T]):
             near = difflib.get_close_matches(name, (*self._words, *self.names()), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             known = ", ".join((*self._words, *self.names()))
-            raise ConfigError(f"{self._flag} {name} is unknown{hint}; known are {known}")
+            raise ConfigError(f"{self._flag} {name} is unknown{hint or '.'} Known are {known}")
         return self._load(name)
 
     def resolve_all(self) -> list[T]:

@@ -11,8 +11,9 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from typing import Any
 
-from scikit_build_core import build as backend
+from scikit_build_core import build
 from scikit_build_core.build import build_sdist, get_requires_for_build_sdist
 
 __all__ = [
@@ -50,35 +51,35 @@ def with_kernels(given: Settings | None) -> Settings:
 
 def build_wheel(
     wheel_directory: str, config_settings: Settings | None = None, metadata_directory: str | None = None
-) -> str:
+) -> Any:
     """Write a wheel into a directory and return its file name."""
-    return backend.build_wheel(wheel_directory, with_kernels(config_settings), metadata_directory)
+    return build.build_wheel(wheel_directory, with_kernels(config_settings), metadata_directory)
 
 
 def build_editable(
     wheel_directory: str, config_settings: Settings | None = None, metadata_directory: str | None = None
-) -> str:
+) -> Any:
     """Write a wheel that points into the source tree, and return its file name."""
-    return backend.build_editable(wheel_directory, with_kernels(config_settings), metadata_directory)
+    return build.build_editable(wheel_directory, with_kernels(config_settings), metadata_directory)
 
 
-def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
+def get_requires_for_build_wheel(config_settings: Settings | None = None) -> Any:
     """Return the packages that the build needs, CMake among them if it is needed and not installed."""
-    return backend.get_requires_for_build_wheel(with_kernels(config_settings))
+    return build.get_requires_for_build_wheel(with_kernels(config_settings))
 
 
-def get_requires_for_build_editable(config_settings: Settings | None = None) -> list[str]:
+def get_requires_for_build_editable(config_settings: Settings | None = None) -> Any:
     """Return the packages that an editable build needs."""
-    return backend.get_requires_for_build_editable(with_kernels(config_settings))
+    return build.get_requires_for_build_editable(with_kernels(config_settings))
 
 
-def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Settings | None = None) -> str:
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Settings | None = None) -> Any:
     """Write the wheel's metadata into a directory, and return its name."""
-    return backend.prepare_metadata_for_build_wheel(metadata_directory, with_kernels(config_settings))
+    return build.prepare_metadata_for_build_wheel(metadata_directory, with_kernels(config_settings))
 
 
 def prepare_metadata_for_build_editable(
     metadata_directory: str, config_settings: Settings | None = None
-) -> str:
+) -> Any:
     """Write the metadata of an editable wheel into a directory, and return its name."""
-    return backend.prepare_metadata_for_build_editable(metadata_directory, with_kernels(config_settings))
+    return build.prepare_metadata_for_build_editable(metadata_directory, with_kernels(config_settings))

@@ -57,7 +57,7 @@ def check(root: Path, version: str) -> None:
     """Refuse a release that cannot be made.
 
     Raises:
-        RefusedError: the version is not newer than the last one, files are not committed, or the changelog has nothing new.
+        RefusedError: the version is not newer than the last, files are not committed, or the changelog is empty.
     """
     new = order_of(version)
     if changed := git(root, "status", "--porcelain"):

@@ -45,7 +45,7 @@ INSTRUCTION_SETS = (
     "sve",
 )  # Instruction sets relevant to matrix arithmetic on x86 and Arm, as the kernel spells them.
 
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
 OLDEST_TORCH = (2, 11)
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn", "pyzmq", "msgspec")
 REINSTALL = "install a C++ compiler (Debian: apt-get install g++) and then quire again"

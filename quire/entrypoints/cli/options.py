@@ -194,8 +194,9 @@ class Names(click.Choice[str]):
         super().__init__(info.names())
         self._info = info
 
-    def get_invalid_choice_message(self, choice: Any, ctx: click.Context | None) -> str:
-        return super().get_invalid_choice_message(choice, ctx) + self._info.advice(choice)
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        message = super().get_invalid_choice_message(value, ctx)
+        return message.removesuffix(".") + self._info.advice(value)
 
 
 class Rate(click.ParamType[float]):

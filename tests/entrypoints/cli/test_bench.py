@@ -99,4 +99,4 @@ def test_prompts_longer_than_the_context(model: str, capsys: pytest.CaptureFixtu
         main(["bench", "throughput", "--model", model, "--num-prompts", "1", "--input-len", "1k", *ENGINE])
         == 2
     )
-    assert "Error: " in capsys.readouterr().err
+    assert "error: " in capsys.readouterr().err
