@@ -75,10 +75,10 @@ class PluginTable(Generic[T]):
             found = self._built_in[name]
             return cast(T, import_place(found)) if isinstance(found, str) else found
         if name not in plugin_names(self.group):
-            near = difflib.get_close_matches(name, (*self._words, *self.names()), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             known = ", ".join((*self._words, *self.names()))
-            raise ConfigError(f"{self._flag} {name} is unknown{hint or '.'} Known are {known}")
+            near = difflib.get_close_matches(name, self.names(), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{self._flag} must be one of {known}, got {name!r}{hint}")
         return self._load(name)
 
     def resolve_all(self) -> list[T]:
