@@ -188,7 +188,7 @@ wheel: $(RELEASE_VENV)/.installed
 	@$(RELEASE_VENV)/bin/python tools/packages.py --to $(DIST) $(MACHINES:%=--machine %)
 
 release: $(RELEASE_VENV)/.installed
-	@$(RELEASE_VENV)/bin/python tools/release.py $(or $(VERSION),$(error give the version: make release VERSION=x.y.z))
+	@$(RELEASE_VENV)/bin/python tools/release.py $(VERSION)
 
 clean:
 	@rm -rf $(VENV) $(CLIENT_VENVS) $(RELEASE_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

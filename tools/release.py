@@ -172,7 +172,7 @@ def _run(*command: str | Path) -> None:
 def main() -> int:
     """Release the version that the argument names."""
     if len(sys.argv) != 2:
-        sys.exit("error: give one version, such as 0.2.0")
+        sys.exit("error: give the version: make release VERSION=x.y.z")
     try:
         tag = release(ROOT, sys.argv[1], datetime.date.today(), prove_packages)
     except RefusedError as error:
