@@ -163,11 +163,11 @@ def with_absolute_paths(config: EngineConfig) -> EngineConfig:
 
 
 def working_directory() -> Path:
-    """Return the working directory. Raises ConfigError: it was deleted."""
+    """Return the working directory. Raises StartupError: it was deleted."""
     try:
         return Path.cwd()
     except FileNotFoundError:
-        raise ConfigError(
+        raise StartupError(
             "the working directory was deleted; change to one that exists, such as `cd /`, and start again"
         ) from None
 
