@@ -207,9 +207,9 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 def _nothing_at(request: Request) -> str:
     """Return the sentence for an unknown path, with the path that the client may mean."""
     path = _path_of(request.scope)
-    paths = {str(getattr(route, "path", "")) for route in request.app.routes}
-    ending = sorted(known for known in paths if path != "/" and known.endswith(path))
-    near = ending[:1] or difflib.get_close_matches(path[:MAX_PATH_CHARS], sorted(paths), n=1, cutoff=0.8)
+    paths: list[str] = request.app.state.document.paths
+    ending = [known for known in paths if path != "/" and known.endswith(path)]
+    near = ending[:1] or difflib.get_close_matches(path[:MAX_PATH_CHARS], paths, n=1, cutoff=0.8)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"There is nothing at {path:.{MAX_PATH_CHARS}}; {hint}GET / lists all paths."
 

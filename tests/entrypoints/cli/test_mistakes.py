@@ -80,7 +80,7 @@ MISTAKES = (
     ("run hi --model ./junk.gguf", 1, "junk.gguf: no GGUF file: it begins with b'junk', not b'GGUF'"),
     ("run hi --device gpu", 2, "'gpu' is not one of 'auto', 'cpu', 'cuda', 'xpu'"),
     ("run hi --dtype fp8", 2, "weights are rounded by --quantization fp8"),
-    ("run hi --dtype bfloat", 2, "did you mean 'bfloat16'?"),
+    ("run hi --dtype bfloat15", 2, "did you mean 'bfloat16'?"),
     ("run hi --max-tokns 5", 2, "no such option '--max-tokns'. Did you mean '--max-tokens'?"),
     ("srve", 2, "no such command 'srve'. Did you mean 'serve'?"),
     ("run hi --max-model-len 100000", 2, "the model was made for 2048 positions; give at most that, or extend it by"),

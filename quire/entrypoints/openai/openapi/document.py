@@ -299,6 +299,11 @@ class Document:
         """Routes and access rules: all that determines the document besides the limits."""
         return tuple(one.name for one in self._described), self._access
 
+    @property
+    def paths(self) -> list[str]:
+        """Paths that the server offers."""
+        return sorted({one.path for one in self._described})
+
     def under(self, limits: ServerLimits) -> Schema:
         """Return the document for these limits; must not be modified."""
         if self._written is None or self._written[0] != limits:
