@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logging to stderr (stdout holds results only), as text or JSON.
 
 Invariant: importing quire configures no logging; only quire's commands call `configure_logging`. A line that cannot

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress of long work: a bar on a terminal, elsewhere a line every few seconds, as the sign that it goes on."""
 
 from __future__ import annotations

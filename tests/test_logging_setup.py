@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`configure_logging`."""
 
 from __future__ import annotations

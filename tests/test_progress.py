@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress off a terminal: a line every few seconds, with what is known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of `tools/release.py` in repositories of their own, and of the packages that it makes."""
 
 from __future__ import annotations

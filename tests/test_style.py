@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of `tools/style.py`: its findings, their lines and the exit code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build backend of the package: scikit-build-core's, which compiles the C++ kernels if there is a compiler.
 
 Without one the wheel holds Python files only, and is tagged `py3-none-any`, so that no installer takes it for one with

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Compiles the C++ kernels in a folder that keeps what did not change, and puts the library into the source tree:
 #   tools/kernels.sh native|all|'LIST;OF;SETS' FOLDER
 # Without a C++ compiler it says so and succeeds: quire then runs on its torch reference kernels.

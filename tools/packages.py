@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packages for PyPI in a folder: `python tools/packages.py [--to dist] [--machine x86_64 --machine aarch64]`.
 
 One sdist, and a wheel for each machine with the kernels of all its instruction sets, tagged manylinux by auditwheel.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Release of a version: `python tools/release.py x.y.z` (`make release VERSION=x.y.z`). Nothing is uploaded.
 
 It writes the version and the changelog's date, commits both, makes the packages, checks them as PyPI would, runs the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Line budgets of the source, licence lines aside: `python tools/size.py [--update]`.
 
 `tools/size.toml` names the parts of the package and the lines that each may have. A change that exceeds a budget

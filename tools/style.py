@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the style rules in CONTRIBUTING.md that a program can check: `python tools/style.py [--fix] [FOLDER ...]`.
 
 `--fix` adds the licence line to files that lack it.

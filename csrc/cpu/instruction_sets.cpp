@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The instruction sets that kernels are written for: what was compiled, and what this processor lacks of each. Compiled
 // without raised instruction-set flags, like all shared code.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prints the instruction sets that this processor runs, best first, one a line: CMake compiles for the first that the
 // compiler knows (QUIRE_ISAS=native).
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The instruction sets of this processor: what it, or its system, lacks of each. Included by the library and, while it is
 // being configured, by the program that names the sets to compile (processor.cpp).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines for `bench throughput` and `bench latency`.
 
 Invariant: every backend gets the same token-id prompts and generates exactly `output_len` tokens for each, greedily

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel benchmarks against the machine's limits: each op at the shapes of a real model.
 
 Invariant: limits are measured in the same run, before the ops, with the same threads. An op's limit is the time of its

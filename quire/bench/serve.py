@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load generator: sends requests to a running server at chosen times, and computes metrics.
 
 TTFT: send to first token. TPOT: time per token after the first. ITL: gap between two events of a stream.

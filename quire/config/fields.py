@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Declaration, documentation and validation of configuration fields; hashing of API keys.
 
 Invariant: every field of every config class is declared with `option`, so it has a default and a documentation

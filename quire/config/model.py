@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model, precision and weight loading; LoRA (see lora.md); structured outputs (see structured_output.md)."""
 
 from __future__ import annotations

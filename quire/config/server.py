@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP server; read by the API process only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`prepare`: resolution of every automatic value of a user's configuration.
 
 Invariant: every automatic choice is logged once, with its reason; later code resolves nothing. Torch-free, so the API

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizer files and chat templates of checkpoints, bytes of tokens, and templates of special tokens.
 
 Invariant: transformers is imported only for a model without `tokenizer.json`, to convert its tokenizer once.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire serve --models`: from the flags to the exit code.
 
 Invariant: the first SIGTERM, SIGINT or SIGHUP drains: what waits is refused, what runs may finish within

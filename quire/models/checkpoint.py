@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resolution of the user's model name to a local directory or GGUF file, and its config.
 
 Invariant: resolved once, at start-up; config, tokenizer and weights are all opened from the one path returned here, so

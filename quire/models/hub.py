@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face models by id: their files on this machine, downloaded if necessary.
 
 Invariant: no network access is needed if the cache has the files; `HF_HUB_OFFLINE=1` forbids it.

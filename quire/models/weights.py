@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading of a model's parameters from checkpoint files, or from random numbers.
 
 Invariant: every part of every checkpoint tensor goes to exactly one slot or is skipped on purpose (by the model, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row of a table of vLLM's names, and the translation of given values by such a table.
 
 Invariant: a name that quire has is never translated. Every translation is logged once per process; nothing is dropped

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs through torch: `cuda` (NVIDIA and AMD) and `xpu` (Intel); rows on the device, steps by graphs.
 
 Invariant: all work goes to one stream in order. Nothing here waits for it except `Mark.wait` and startup code. Host

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worker: one model on one device, from loading to the last step.
 
 Invariant: memory is allocated in this order and never again: weights, warm-up, KV cache. Sleep frees memory and

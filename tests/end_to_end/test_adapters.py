@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server with adapters, from outside: what `model` names is what answers, also after its core has died.
 
 Adapters come and go meanwhile, and what is wrong with one is told to whoever brings it, and costs nobody else anything.

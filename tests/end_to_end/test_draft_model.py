@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that guesses: it shares blocks, prefixes, forks and preemption with the one it guesses for, and its noise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of model names and the directories that they resolve to."""
 
 from __future__ import annotations

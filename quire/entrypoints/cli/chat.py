@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire chat` and `quire complete`: clients of a running server that print streamed answers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire doctor`: machine, versions, chosen kernels, and problems.
 
 Invariant: every section can be reported on a broken installation; a fault is a `Problem` with a hint. Facts about the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `quire` command.
 
 Invariant: a command's module is imported when the command is named, and imports torch, the server or the engine only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command-line options generated from the config classes, `--config FILE`, constraint options, and value types.
 
 Invariant: name, type, choices, help and default of a flag come from the field's one declaration. A flag that is not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire run`: answer a prompt, or chat, in this process; also the local Python tools of `quire chat`.
 
 `tool_of` makes a tool's schema from a function's signature and docstring. Invariant: every error of the model or the

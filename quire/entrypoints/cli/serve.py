@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire serve`: the OpenAI-compatible server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Server start-up; also `python -m quire.entrypoints.openai.api_server --model M ...`.
 
 Invariant: the order is bind, start the engine core's process, import the web framework. So a port in use fails before

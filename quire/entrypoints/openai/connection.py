@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP connections on uvicorn's h11 protocol, with a time limit on every wait for the client.
 
 Invariant: a slow, silent or disconnected client holds a connection for a bounded time. Connections beyond the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP form of all errors, and JSON responses from msgspec structs.
 
 Invariant: an error has the shape of the API at the requested path: OpenAI's `{"error": {"message", "type", "param",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """API keys, their tenants, and request ids given by clients.
 
 Invariant: no key is kept, only its SHA-256. A given key is compared with all keys in constant time. A client's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Server lifecycle from the bound port to the exit code, the ready message, and Host header checks.
 
 Invariant: the first SIGTERM, SIGINT or SIGHUP drains: running requests may finish, new ones are rejected, exit code 0.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire bench throughput` and `latency` on a tiny model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire chat` and `quire complete` against a scripted server."""
 
 from __future__ import annotations

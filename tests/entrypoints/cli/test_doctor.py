@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire doctor` on this machine, and what it says of broken ones."""
 
 from __future__ import annotations

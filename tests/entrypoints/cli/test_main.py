@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `quire` command as a whole: exit codes, one sentence per mistake, and nothing heavy imported for help."""
 
 from __future__ import annotations

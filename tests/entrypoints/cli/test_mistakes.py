@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes of newcomers: what each command answers, in one form (`error: ...`), and its exit code.
 
 Exit code 2 means that the command, an option or a file of settings is wrong; 1 that the machine or the model does not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests in the forms in which browsers, proxies and scripts send them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A live server: ready line, draining, second signal, death of the engine, failed start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS: HTTPS on one and on several accepting paths, certificates of clients, renewal, and mistakes in the files."""
 
 from __future__ import annotations

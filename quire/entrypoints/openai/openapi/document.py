@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenAPI document of one server: operations, request and reply schemas, errors and access."""
 
 from __future__ import annotations

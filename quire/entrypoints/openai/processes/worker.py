@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An API worker process, controlled by the supervisor process, which it never outlives.
 
 It exits when the message socket closes, or else within the two seconds allowed to a core (`Parent`).
