@@ -112,7 +112,7 @@ def test_server_start_with_unusable_adapters_fails(tiny_model: Callable[[str], P
     modules = [f"one={wrong}", f"two={worse}"]
     flags = [word for module in modules for word in ("--lora-modules", module)]
     server = Server(str(tiny_model("llama")), *OPTIONS, *flags, log=tmp_path / "log")
-    assert server.process.wait(120) == 1
+    assert server.process.wait(120) == 2
     log = (tmp_path / "log").read_text()
     assert "--lora-modules: adapter 'one': adapter_model.safetensors: tensor" in log
     assert "has shape [4, 63]; the model's layer implies [4, 64]" in log
