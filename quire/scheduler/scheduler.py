@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scheduler: decides what each step computes.
 
 Invariant: pure. Requests, results and the time come in as arguments and plans go out. There is no clock, no
