@@ -201,3 +201,17 @@ def test_path_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None
             GgufFile(path)
     with pytest.raises(ModelLoadError, match="no such file"):
         GgufFile(tmp_path / "x.gguf")
+
+
+def test_strings_of_an_array_are_decoded_when_they_are_read(tmp_path: Path) -> None:
+    texts = [b"", "ü".encode(), b"\xff"]
+    entries = b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+    (tmp_path / "x.gguf").write_bytes(
+        header(keys=2, rest=key("good", 9, struct.pack("<IQ", 8, 2) + entries[:18]))
+        + key("bad", 9, struct.pack("<IQ", 8, 3) + entries)
+        + bytes(64)
+    )
+    metadata = GgufFile(tmp_path / "x.gguf").metadata
+    assert (metadata["good"], len(metadata), list(metadata)) == (["", "ü"], 2, ["good", "bad"])
+    with pytest.raises(ModelLoadError, match=r"x\.gguf: a value of 'bad' is no UTF-8, by its byte 0"):
+        metadata["bad"]
