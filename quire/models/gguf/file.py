@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 import mmap
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from struct import Struct
+from struct import error as StructError
 from typing import Any
 
 from quire.config.encoding import OTHERS, READ, TensorType
@@ -229,21 +231,30 @@ class GgufFile:
     def _strings(self, count: int, key: str) -> _Strings:
         """Return the places of `count` strings, which are decoded later."""
         self._check_count(f"values of {key!r}", count, _U64.size)
-        unpack, data, size, place = _U64.unpack_from, self.map, self._size, self._place
-        ends = []
-        for index in range(count):
-            start = place + _U64.size
-            place = start + unpack(data, place)[0] if start <= size else start
-            if place > size:
-                raise self._error(f"truncated: value {index} of {key!r} ends at byte {place} of {size}")
-            ends.append(place)
+        unpack, data, place = _U64.unpack_from, self.map, self._place
+        ends: list[int] = []
+        add = ends.append  # a vocabulary has hundreds of thousands
+        try:
+            for _ in range(count):
+                place += _U64.size + unpack(data, place)[0]
+                add(place)
+        except (StructError, OverflowError):  # a length lies outside the file
+            place = self._size + 1
+        if place > self._size:
+            number = bisect_right(ends, self._size)
+            raise self._error(
+                f"truncated: value {number} of {key!r} ends after byte {self._size}, the file's last"
+            )
         begin, self._place = self._place, place
         return _Strings(self.path, self.map, key, begin, ends)
 
     def _string(self, what: str) -> str:
         length = int(self._number(_U64, what))
         start = self._take(length, what)
-        return _text(self.map[start : start + length], self.path, what)
+        try:
+            return self.map[start : start + length].decode()
+        except UnicodeDecodeError as error:
+            raise _no_text(self.path, what, error) from None
 
     def _number(self, kind: Struct, what: str) -> Any:
         return kind.unpack_from(self.map, self._take(kind.size, what))[0]
@@ -277,16 +288,18 @@ class _Strings:
 
     def decoded(self) -> list[str]:
         """Return the strings; raises ModelLoadError as `GgufFile` does."""
-        data, what = self.map, f"a value of {self.key!r}"
-        places = zip([self.begin, *self.ends], self.ends, strict=False)
-        return [_text(data[start + _U64.size : end], self.path, what) for start, end in places]
+        data, what = self.map[: self.ends[-1]] if self.ends else b"", f"a value of {self.key!r}"
+        starts = [self.begin, *self.ends]
+        try:
+            return [
+                data[start + _U64.size : end].decode() for start, end in zip(starts, self.ends, strict=False)
+            ]
+        except UnicodeDecodeError as error:
+            raise _no_text(self.path, what, error) from None
 
 
-def _text(encoded: bytes, path: Path, what: str) -> str:
-    try:
-        return encoded.decode()
-    except UnicodeDecodeError as error:
-        raise ModelLoadError(f"{path}: {what} is no UTF-8, by its byte {error.start}") from None
+def _no_text(path: Path, what: str, error: UnicodeDecodeError) -> ModelLoadError:
+    return ModelLoadError(f"{path}: {what} is no UTF-8, by its byte {error.start}")
 
 
 def _hint(content: bytes) -> str:
