@@ -43,7 +43,13 @@ _OTHER_DEVICES = ("libtorch_cuda.so", "libtorch_hip.so", "libtorch_xpu.so")
 
 @contextmanager
 def hastened_import() -> Iterator[None]:
-    """Import torch and what stands on it in less time; for quire's own processes, as no garbage is collected."""
+    """Import torch and what stands on it in less time; for quire's own processes, as no garbage is collected.
+
+    No effect if torch is imported: then a program calls the command.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
     with uncollected():
         begin_torch()
         yield
