@@ -12,16 +12,16 @@ import sys
 from pathlib import Path
 
 from quire.processes import GROUP_SIGNALS, uncollected
-from quire.torch_import import preload_library
+from quire.torch_import import begin_torch
 
 
 def main() -> int:
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     directory, parent_pid, executor = sys.argv[1:]
-    if executor == "uni":
-        preload_library()
     with uncollected():
+        if executor == "uni":
+            begin_torch()
         from quire.engine.core_service import serve
     return serve(Path(directory), int(parent_pid))
 

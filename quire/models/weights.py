@@ -5,6 +5,8 @@ Invariant: every part of every checkpoint tensor goes to exactly one slot or is 
 left to another rank), and every slot is filled. This is checked from the file headers before any data is read.
 """
 
+from __future__ import annotations
+
 import hashlib
 import logging
 import math

@@ -36,6 +36,7 @@ from quire.entrypoints.cli.options import (
 )
 from quire.entrypoints.cli.run_chat import AnswerPrinting, Asked, Chat, user_message
 from quire.errors import ConfigError, ValidationError
+from quire.torch_import import hastened_import
 
 SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 SECTION = re.compile(
@@ -298,10 +299,11 @@ def run(
         params["max_tokens"] = CHAT_TOKENS if is_chat else PROMPT_TOKENS
     config = engine_config(params)
 
-    from quire.engine.llm_engine import LLMEngine
-    from quire.entrypoints.chat.media import OfflineMedia
+    with hastened_import():
+        from quire.engine.llm_engine import LLMEngine
+        from quire.entrypoints.chat.media import OfflineMedia
 
-    engine = LLMEngine(config)
+        engine = LLMEngine(config)
     media = OfflineMedia(engine.config)
     try:
         given = {name: params[name] for name in SAMPLING if params.get(name) is not None}
