@@ -286,7 +286,7 @@ def _table_from_head(
 ) -> dict[str, str]:
     """Map a stored head to the token embedding's name if the two are tied and only the head is stored."""
     head, stored = _head_name(model), {name for file in files for name in file.tensors}
-    if not model.config.arch.tie_word_embeddings or head not in stored or head in slots:
+    if not model.config.arch.tie_word_embeddings or head not in stored or head in slots or model.also_tables:
         return {}
     tables = [
         f"{name}.weight"

@@ -18,7 +18,9 @@ TEXTS = texts(5, 20)
 
 
 def tokens(llm: LLM, **terms: Any) -> list[list[int]]:
-    return [list(one.outputs[0].token_ids) for one in llm.generate(list(TEXTS), GREEDY, use_tqdm=False, **terms)]
+    return [
+        list(one.outputs[0].token_ids) for one in llm.generate(list(TEXTS), GREEDY, use_tqdm=False, **terms)
+    ]
 
 
 @pytest.mark.parametrize("method", ["int8", "int4"])

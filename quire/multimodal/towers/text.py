@@ -36,7 +36,7 @@ class TextTower(Tower):
     """
 
     parts = ("encoder.",)
-    unused = (r"(^|\.)embed_positions\.weights?$", r"(^|\.)(encoder|decoder)\.version$")
+    unused: tuple[str, ...] = (r"(^|\.)embed_positions\.weights?$", r"(^|\.)(encoder|decoder)\.version$")
     norm_name = "encoder.layer_norm"
 
     def __init__(self, *, config: EngineConfig, whole: JsonObject) -> None:
