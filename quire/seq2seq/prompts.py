@@ -65,11 +65,6 @@ class EncoderPrompts:
         self._settings = read_settings(config)
         self._languages = {} if tokenizer is None else _languages(tokenizer)
 
-    @property
-    def search(self) -> BeamSearchParams:
-        """Parameters of the checkpoint's own beam search; lengths count the decoder's prompt."""
-        return self._settings.search
-
     def split(self, prompt: Any) -> tuple[Any, PromptOptions]:
         """Return the encoder's prompt in any plain form, and the rest.
 
@@ -233,9 +228,9 @@ class EncoderPrompts:
             num_forced_tokens=prompt.num_forced,
         )
 
-    def default_search(self, target: str | None = None) -> BeamSearchParams:
+    def default_search(self) -> BeamSearchParams:
         """Return the checkpoint's own beam search, with lengths of generated tokens."""
-        num_prompt = len(self._decoder_ids(PromptOptions(target=target))[0])
+        num_prompt = len(self._decoder_ids(PromptOptions())[0])
         own = self._settings.search
         return msgspec.structs.replace(
             own,
