@@ -42,7 +42,7 @@ _LEAST_ROWS = 16
 _MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
-    "qkv": ("q", "k", "v"),
+    "q_k_v": ("q", "k", "v"),
     "wi_0_wi_1": ("wi_0", "wi_1"),
 }
 """Layers that hold several modules of a checkpoint."""

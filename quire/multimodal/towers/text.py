@@ -173,7 +173,7 @@ class T5Tower(TextTower):
         shape = replace(
             shape,
             norms=("layer.0.layer_norm", "layer.1.layer_norm"),
-            qkv="layer.0.SelfAttention.qkv",
+            qkv="layer.0.SelfAttention.q_k_v",
             out="layer.0.SelfAttention.o",
             mlp=(
                 "layer.1.DenseReluDense.wi_0_wi_1" if shape.gated else "layer.1.DenseReluDense.wi",
