@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plug-in tables, extended by entry points of installed packages.
 
 Invariant: a plug-in is imported when its name is requested, and a name stands for one object only. Every process of an

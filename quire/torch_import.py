@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faster import of torch, for quire's own processes: a thread maps its library of 400 MB while other modules load.
 
 Invariant: torch-free.

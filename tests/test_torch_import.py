@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The library of torch is mapped beside imports, where there is one and it is for CPUs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One start, timed by its own process: `python -m quire.bench.startup_process BEGIN < config.json`.
 
 BEGIN is the monotonic time at which the process was requested. Writes phase -> seconds, as JSON. It times the work of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engine core process: `python -m quire.engine.core_process DIRECTORY PARENT_PID EXECUTOR`.
 
 Invariant: `main` imports slow modules itself, while a thread maps torch's library if the executor computes in this

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block pools of device and host: holders, free blocks, and reusable prefixes.
 
 Invariant (`BlockPool`): every block but the null block is either held (`ref_cnt` > 0) or in the free queue, never

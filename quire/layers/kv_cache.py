@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interface between layers and the KV cache: specs, allocation, binding.
 
 Invariant: the tensors that groups share are [blocks, bytes] uint8, and a block's bytes are contiguous. Only a layer's

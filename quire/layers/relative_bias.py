@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Relative position bias of attention (T5; Raffel et al., 2020, arXiv:1910.10683, section 2.1).
 
 Shapes: Hq query heads, P positions.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoder with cross-attention to an encoder's output (Vaswani et al., 2017, arXiv:1706.03762), as Whisper (Radford et
 al., 2022, arXiv:2212.04356), T5 (Raffel et al., 2020, arXiv:1910.10683) and BART (Lewis et al., 2019, arXiv:1910.13461)
 have it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cache of a model's finished weights in one file, which the next start maps.
 
 A file is in the safetensors format, with entries that pad to pages, and ends with a seal: SHA-256 over its key and the

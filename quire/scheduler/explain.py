@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accounting of a request's waiting time by cause.
 
 Invariant: times are whole nanoseconds, and each interval is closed where the next begins, so the shares add up to the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Planner`: choice of the requests of a step, by starting and preempting requests.
 
 Invariant: no state is kept between steps but the request that gets the next one for itself; `RequestQueues` holds the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RoundLimit`: most decode rounds of a plan.
 
 Invariant: pure; times come in as arguments, so a recorded run gives the same limits when it is replayed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts of encoder-decoder models: the encoder's text and the decoder's first tokens to one prompt of the engine.
 
 Invariant: torch-free. A prompt's first positions take the encoder's output, one row per token of its text, up to whole

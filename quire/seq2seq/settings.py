@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generation settings of an encoder-decoder checkpoint: how its decoder begins and ends, and its beam search.
 
 Invariant: torch-free. Keys are those of transformers; generation_config.json goes before config.json.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of constructs forbidden in the package's source; ruff's S rules (pyproject.toml) check the others."""
 
 from __future__ import annotations

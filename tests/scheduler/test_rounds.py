@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds: when a plan lets requests generate several tokens, how many, and what these leave behind.
 
 That no mixture of them changes an output is the business of the state machine in tests/engine.

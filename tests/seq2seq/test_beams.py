@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Beam search with a checkpoint's generation config, against transformers."""
 
 from __future__ import annotations

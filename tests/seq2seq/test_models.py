@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoder-decoder families against transformers, in any batch and chunks, and with a shared encoder's output."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization on load and LoRA of encoder-decoder models, and checkpoints that name their tables otherwise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts of encoder-decoder models: forms, languages, limits, the server's route, and hostile inputs."""
 
 from __future__ import annotations

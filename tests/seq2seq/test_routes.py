@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The completions route with a whole engine of a translator."""
 
 from __future__ import annotations

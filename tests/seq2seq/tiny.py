@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random checkpoints of encoder-decoder models, and what transformers makes of them."""
 
 from __future__ import annotations

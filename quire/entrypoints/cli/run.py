@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire run`: answer a prompt, or chat, in this process; also the local Python tools of `quire chat`.
 
 `tool_of` makes a tool's schema from a function's signature and docstring. Invariant: every error of the model or the
@@ -334,8 +335,8 @@ def model_and_prompt(words: Sequence[str], model: str | None) -> tuple[str | Non
 
 def names_model(word: str) -> bool:
     """Return whether an argument names a model rather than being a prompt."""
-    path = Path(word)
-    is_file = path.suffix == ".gguf" or (path / "config.json").is_file()
+    # `os.path.isfile`, because a prompt may be longer than any file's name.
+    is_file = word.endswith(".gguf") or os.path.isfile(os.path.join(word, "config.json"))
     return word in BUNDLED_MODELS or is_file or HUB_ID.fullmatch(word) is not None
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire transcribe`: write the transcripts of sound files, in this process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoders of BART (Lewis et al., 2019, arXiv:1910.13461) and its relatives: mBART (arXiv:2001.08210), Pegasus
 (arXiv:1912.08777), Marian (arXiv:1804.00344), and M2M-100 (arXiv:2010.11125) with NLLB (arXiv:2207.04672).
 

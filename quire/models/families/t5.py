@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoders of T5 (Raffel et al., 2020, arXiv:1910.10683), T5 1.1, Flan-T5 (arXiv:2210.11416), mT5 (arXiv:2010.11934)
 and UMT5 (arXiv:2304.09151).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reader of one GGUF file: its metadata and the positions of its tensors.
 
 Format (versions 2 and 3, little-endian): magic, version, numbers of tensors and keys; each key with its type and value;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF model: a file, or a split model's files as one.
 
 Invariant: torch-free. All parts of a split are there, in order, and no tensor is in two of them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoders of text: BART's (Lewis et al., 2019, arXiv:1910.13461) and its relatives', and T5's (Raffel et al., 2020,
 arXiv:1910.10683).
 
