@@ -38,6 +38,8 @@ class TokensPrompt(TypedDict):
     instruction_length: NotRequired[int]
     media: NotRequired[Sequence[MediaItem]]
     leases: NotRequired[Sequence[object]]
+    source_language: NotRequired[str]
+    target_language: NotRequired[str]
 
 
 class PairPrompt(TypedDict):
@@ -61,6 +63,21 @@ class EmbedsPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+class EncoderDecoderPrompt(TypedDict):
+    """Prompt of a model whose encoder reads text; a plain prompt is the encoder's, too.
+
+    The decoder begins with the checkpoint's start token, then `decoder_prompt`. `source_language` and `target_language`
+    are names of the tokenizer's language tokens (`eng_Latn`, `en_XX`, `en`); they may also stand beside `prompt` or
+    `prompt_token_ids`.
+    """
+
+    encoder_prompt: str | list[int] | TextPrompt | TokensPrompt
+    decoder_prompt: NotRequired[str | list[int] | TextPrompt | TokensPrompt | None]
+    source_language: NotRequired[str]
+    target_language: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
 class DataPrompt(TypedDict):
     """Input of an IO processor of a pooling model."""
 
@@ -70,7 +87,7 @@ class DataPrompt(TypedDict):
 __path__: list[str] = []  # vLLM has a package of this name: `quire.inputs.data`.
 
 # One prompt: text, token ids, or a dict with either and options.
-PromptType = str | list[int] | TextPrompt | TokensPrompt | PairPrompt | EmbedsPrompt
+PromptType = str | list[int] | TextPrompt | TokensPrompt | PairPrompt | EmbedsPrompt | EncoderDecoderPrompt
 
 # One message of a conversation: `role`, `content`, and for tools `tool_calls` or `tool_call_id`.
 ChatMessage = dict[str, Any]

@@ -13,7 +13,7 @@ import msgspec
 
 from quire.errors import ValidationError
 
-KINDS = ("image", "video", "audio", "embeds")
+KINDS = ("image", "video", "audio", "embeds", "text")
 DIGEST_BYTES = 32
 
 
@@ -22,15 +22,17 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Args:
         digest: SHA-256 of the content and of everything else that determines its embeddings (processor, options).
-        kind: "image", "video", "audio" or "embeds" (embeddings from the client).
+        kind: "image", "video", "audio", "embeds" (embeddings from the client) or "text" (for an encoder of text).
         start: first position of its placeholders in the prompt, markers around them excluded.
         end: position after the last placeholder.
         runs: positions [first, last) that take embeddings, ascending, within [start, end). Placeholders between two
             runs are ordinary tokens, such as line breaks of an image.
-        path: safetensors file with the processor's arrays; for "embeds" with `values` float32 [num_embeddings, H].
+        path: safetensors file with the processor's arrays; for "embeds" with `values` float32 [num_embeddings, H]; for
+            "text" empty.
         grid: (frames, rows, columns) of its embeddings, for models that rotate by these three; else zeros.
         both_ways: every position in [start, end) attends to the whole of it, the later positions included.
         seconds_per_frame: time between two frames of a video's grid, for models that rotate by time.
+        token_ids: of a "text".
     """
 
     digest: bytes
@@ -42,6 +44,7 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
     grid: tuple[int, int, int] = (0, 0, 0)
     both_ways: bool = False
     seconds_per_frame: float = 0.0
+    token_ids: list[int] = []
 
     @property
     def num_embeddings(self) -> int:

@@ -172,7 +172,8 @@ def _first(times: Iterable[float]) -> float:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One sequence of a beam search: prompt and generated tokens, and the text of both.
+    """One sequence of a beam search: prompt and generated tokens, and the text of both; of an encoder-decoder model
+    only what is generated.
 
     `logprobs` are of the generated tokens, and `cum_logprob` is their sum.
     """

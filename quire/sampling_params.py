@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BEAM_WIDTH = 64
 MAX_BEAM_LOGPROBS = 1024
+MAX_NGRAM_SIZE = 64
 
 
 class BeamSearchParams(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +66,11 @@ class BeamSearchParams(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forb
         early_stopping: True ends the search as soon as `beam_width` sequences have ended; False when the best open
             one, as it is, scores below all of these; "never" when no open one can reach a higher score.
         logprobs: number of most likely tokens reported per position, if more than the search needs.
+        min_tokens: no sequence ends before so many tokens.
+        no_repeat_ngram_size: no n-gram of so many tokens occurs twice in a sequence; 0: any may.
+        forced_last_token_id, banned_token_ids, decoder_token_ids, num_forced_tokens: of an encoder-decoder model, set
+            by the engine: the token that ends a sequence of `max_tokens`, tokens that are never chosen, the decoder's
+            prompt, and how many of its tokens count as generated.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range; `param` names it.
@@ -80,6 +86,12 @@ class BeamSearchParams(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forb
     early_stopping: bool | str = False
     logprobs: int = 0
     shown_special_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    no_repeat_ngram_size: int = 0
+    forced_last_token_id: int | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    decoder_token_ids: tuple[int, ...] = ()
+    num_forced_tokens: int = 0
 
     @property
     def n(self) -> int:
@@ -91,6 +103,8 @@ class BeamSearchParams(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forb
             ("beam_width", 1, MAX_BEAM_WIDTH),
             ("max_tokens", 1, 2**63 - 1),
             ("logprobs", 0, MAX_BEAM_LOGPROBS),
+            ("min_tokens", 0, self.max_tokens if type(self.max_tokens) is int else 0),
+            ("no_repeat_ngram_size", 0, MAX_NGRAM_SIZE),
         ):
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= high:

@@ -27,6 +27,7 @@ inline int64_t find_bad_request(const Call& call) {
         const int64_t count = batch.starts[r + 1] - batch.starts[r], length = batch.lengths[r];
         if (count < 0 || length < 0 || length > batch.table_width * size) return r + 1;
         if (count == 0) continue;
+        if (call.features.biases && length > call.features.center + 1) return r + 1;
         const Item all{r, 0, 0, count, length - count, length};
         const int32_t* table = all.table(call);
         for (int64_t i = all.first_key(call.features) / size; i * size < length; ++i)

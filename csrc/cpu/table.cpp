@@ -96,9 +96,10 @@ int64_t rotary_and_write_kv(void* q, void* k, void* v, void* k_cache, void* v_ca
                             int64_t cache_dtype, int64_t norm_dtype);
 int64_t paged_attention(void* out, const void* q, const void* k_cache, const void* v_cache, const int32_t* starts,
                         const int32_t* lengths, const int32_t* tables, const float* slopes, const float* sinks,
-                        const int32_t* last_seen, int64_t tokens, int64_t requests, int64_t table_width, int64_t q_heads, int64_t token_stride,
-                        int64_t head_stride, int64_t num_blocks, int64_t heads, int64_t block_size, int64_t head_size,
-                        int64_t window, int64_t chunked, float scale, float soft_cap, int64_t dtype,
+                        const int32_t* last_seen, const float* biases, int64_t tokens, int64_t requests,
+                        int64_t table_width, int64_t q_heads, int64_t token_stride, int64_t head_stride,
+                        int64_t num_blocks, int64_t heads, int64_t block_size, int64_t head_size,
+                        int64_t window, int64_t chunked, int64_t center, float scale, float soft_cap, int64_t dtype,
                         int64_t cache_dtype);
 int64_t bidirectional_attention(void* out, const void* q, const void* k, const void* v, const int32_t* starts,
                                 const int32_t* lengths, const float* slopes, const float* biases, int64_t tokens,

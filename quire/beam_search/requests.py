@@ -29,6 +29,7 @@ from quire.sampling_params import BeamSearchParams
 from quire.scheduler.output import RequestUpdate, TokenLogprobs
 
 logger = logging.getLogger(__name__)
+_CERTAIN = -1  # Place of a forced token among the most likely ones.
 
 
 class Beam(NamedTuple):
@@ -53,6 +54,40 @@ class _Candidate(NamedTuple):
     token_id: int
 
 
+class TokenRules:
+    """Tokens that a search may not choose, as in transformers: they are passed over, and other logprobs stay.
+
+    Args:
+        params: of the search.
+        eos_token_ids: tokens that end a sequence, which `min_tokens` bans at first.
+    """
+
+    def __init__(self, params: BeamSearchParams, eos_token_ids: frozenset[int]) -> None:
+        self._always = frozenset(params.banned_token_ids)
+        self._ends = eos_token_ids
+        self._min_tokens = params.min_tokens
+        self._ngram = params.no_repeat_ngram_size
+        self._before = list(params.decoder_token_ids)
+
+    def banned(self, token_ids: Sequence[int]) -> frozenset[int]:
+        """Return the tokens that may not follow a beam's."""
+        found = self._always
+        if len(token_ids) < self._min_tokens:
+            found |= self._ends
+        if self._ngram:
+            found |= self._repeating([*self._before, *token_ids])
+        return found
+
+    def _repeating(self, ids: Sequence[int]) -> frozenset[int]:
+        """Return the tokens that have followed the last tokens, one fewer than an n-gram has, before."""
+        size = self._ngram - 1
+        if len(ids) < size:
+            return frozenset()
+        last = ids[len(ids) - size :]
+        starts = range(len(ids) - size)
+        return frozenset(ids[start + size] for start in starts if ids[start : start + size] == last)
+
+
 class BeamSearch:
     """Pure state of one beam search.
 
@@ -64,13 +99,13 @@ class BeamSearch:
         live: beams that need a next token.
         finished: the best ended beams, best first.
         is_done: the search is complete.
-        num_candidates: most likely tokens needed per live beam.
     """
 
     def __init__(self, params: BeamSearchParams, eos_token_ids: Collection[int]) -> None:
         self.params = params
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self.num_candidates = max(2, 1 + len(self._eos)) * params.beam_width
+        self._rules = TokenRules(params, frozenset(eos_token_ids))
+        self._num_wanted = max(2, 1 + len(self._eos)) * params.beam_width
         self.live = [Beam([], 0.0, [])]
         self.finished: list[Finished] = []
         self.is_done = False
@@ -80,11 +115,17 @@ class BeamSearch:
         """Tokens of each live beam."""
         return len(self.live[0].token_ids)
 
+    @property
+    def num_candidates(self) -> int:
+        """Most likely tokens needed of each live beam in the next step."""
+        return self._num_wanted + max(len(self._rules.banned(beam.token_ids)) for beam in self.live)
+
     def advance(self, entries: Sequence[TokenLogprobs]) -> None:
         """Advance by one step; entry i has the most likely next tokens of live beam i, behind its own token."""
         width, length = self.params.beam_width, self.length + 1
-        candidates = self._candidates(entries)
         is_last = length >= self.params.max_tokens
+        forced = self.params.forced_last_token_id if is_last else None
+        candidates = self._candidates(entries) if forced is None else self._forced(forced)
         ended = [is_last or candidate.token_id in self._eos for candidate in candidates]
         first = zip(candidates[:width], ended, strict=False)
         self._finish([self._grown(candidate, entries) for candidate, is_ended in first if is_ended])
@@ -103,20 +144,28 @@ class BeamSearch:
         return found[: self.params.beam_width]
 
     def _candidates(self, entries: Sequence[TokenLogprobs]) -> list[_Candidate]:
-        found = [
-            _Candidate(beam.logprob + entry.logprobs[place], parent, place, entry.token_ids[place])
-            for parent, (beam, entry) in enumerate(zip(self.live, entries, strict=True))
-            for place in range(1, min(len(entry.token_ids), self.num_candidates + 1))
-        ]
+        most = self.num_candidates
+        found: list[_Candidate] = []
+        for parent, (beam, entry) in enumerate(zip(self.live, entries, strict=True)):
+            banned = self._rules.banned(beam.token_ids)
+            found += (
+                _Candidate(beam.logprob + entry.logprobs[place], parent, place, entry.token_ids[place])
+                for place in range(1, min(len(entry.token_ids), most + 1))
+                if entry.token_ids[place] not in banned
+            )
         found.sort(key=lambda one: (-one.logprob, one.parent, one.token_id))
-        return found[: self.num_candidates]
+        return found[: self._num_wanted]
+
+    def _forced(self, token_id: int) -> list[_Candidate]:
+        """Return every live beam with a token that is certain, so it costs nothing."""
+        return [_Candidate(beam.logprob, parent, _CERTAIN, token_id) for parent, beam in enumerate(self.live)]
 
     def _grown(self, candidate: _Candidate, entries: Sequence[TokenLogprobs]) -> Beam:
         beam, entry, place = self.live[candidate.parent], entries[candidate.parent], candidate.place
         position = TokenLogprobs(
             [candidate.token_id, *entry.token_ids[1:]],
-            [entry.logprobs[place], *entry.logprobs[1:]],
-            place,
+            [0.0 if place == _CERTAIN else entry.logprobs[place], *entry.logprobs[1:]],
+            max(place, 1),
         )
         tokens = [*beam.token_ids, candidate.token_id]
         return Beam(tokens, candidate.logprob, [*beam.positions, position], candidate.parent)
@@ -130,7 +179,8 @@ class BeamSearch:
         del self.finished[self.params.beam_width :]
 
     def _score(self, beam: Beam) -> float:
-        return beam.logprob / math.pow(max(len(beam.token_ids), 1), self.params.length_penalty)
+        length = len(beam.token_ids) + self.params.num_forced_tokens
+        return beam.logprob / math.pow(max(length, 1), self.params.length_penalty)
 
     def _may_improve(self, best_open: float, length: int) -> bool:
         """Return whether an open sequence could still be among the best."""
@@ -140,7 +190,7 @@ class BeamSearch:
         if params.early_stopping is True:
             return False
         is_patient = params.early_stopping == "never" and params.length_penalty > 0.0
-        reach = params.max_tokens if is_patient else length
+        reach = (params.max_tokens if is_patient else length) + params.num_forced_tokens
         return best_open / math.pow(reach, params.length_penalty) > self.finished[-1].score
 
 
@@ -318,7 +368,7 @@ class _Search:
             params=self._first.sampling_params,
             num_sequences=self._params.beam_width,
             finish_reasons=reasons,
-            num_prompt_tokens=len(self._prompt.token_ids),
+            num_prompt_tokens=len(self._prompt.given_ids),
             num_cached_tokens=self._num_cached_tokens,
             num_generation_tokens=num_tokens,
             max_num_generation_tokens=self._search.length,
@@ -337,10 +387,10 @@ class _Search:
         return RequestOutput(
             request_id=self.label,
             prompt=self._prompt.text,
-            prompt_token_ids=self._prompt.token_ids,
+            prompt_token_ids=self._prompt.given_ids,
             outputs=completions,
             finished=True,
-            num_cached_tokens=self._num_cached_tokens,
+            num_cached_tokens=min(self._num_cached_tokens, len(self._prompt.given_ids)),
             metrics=self._stats,
         )
 
@@ -380,7 +430,7 @@ class _Search:
             mine.queued_ts, mine.scheduled_ts = update.queued_ts, update.scheduled_ts
         if count and not mine.first_token_ts:
             mine.first_token_ts, self._num_cached_tokens = now, update.num_cached_tokens
-            stats.num_prompt_tokens += len(self._prompt.token_ids)
+            stats.num_prompt_tokens += len(self._prompt.given_ids)
             stats.num_cached_tokens += update.num_cached_tokens
             stats.time_to_first_token_s.append(now - mine.arrival_time)
         mine.last_token_ts = now
@@ -395,7 +445,7 @@ class _Search:
         started, first = times.scheduled_ts or now, times.first_token_ts or now
         return FinishedRequestStats(
             finish_reason=one.reason,
-            num_prompt_tokens=len(self._prompt.token_ids),
+            num_prompt_tokens=len(self._prompt.given_ids),
             num_generation_tokens=len(one.beam.token_ids),
             num_cached_tokens=self._num_cached_tokens,
             num_preemptions=times.num_preemptions,

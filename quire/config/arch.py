@@ -71,6 +71,13 @@ ENCODER_UNIT = 64
 """Multiple of the positions of an encoder's output, so that they fill whole blocks of a cache."""
 
 
+def encoder_positions(length: int) -> int:
+    """Return the first positions of a sequence that `length` rows of an encoder's output take; see
+    `quire.models.encoder_decoder`.
+    """
+    return -(-length // ENCODER_UNIT) * ENCODER_UNIT
+
+
 @dataclass(frozen=True)
 class Multimodal:
     """Multimodal model that contains this language model, and what its other parts ask of the latter."""
@@ -87,13 +94,15 @@ class Multimodal:
     rope_interleaved: bool = False  # The sections take turns; otherwise one follows the other.
     tokens_per_second: float = 1.0  # Positions per second of a video.
     deepstack_layers: int = 0  # First layers to whose outputs features of an image are added.
-    # Rows of the encoder's output that cross-attention reads; 0: the model has none.
+    # Most rows of an encoder's output that cross-attention reads; 0: the model has none.
     encoder_length: int = 0
+    reads_text: bool = False  # The encoder reads texts, which have any length; other inputs fill that length.
+    decoder_length: int = 0  # Most positions of the decoder; 0: as the context allows.
 
     @property
     def encoder_positions(self) -> int:
-        """First positions of every sequence, which take the encoder's output; see `quire.models.encoder_decoder`."""
-        return -(-self.encoder_length // ENCODER_UNIT) * ENCODER_UNIT
+        """Most first positions of a sequence that take the encoder's output."""
+        return encoder_positions(self.encoder_length)
 
     @property
     def vectors_per_embedding(self) -> int:
@@ -536,6 +545,15 @@ class ModelArch:
     """
 
     foreign_config: str = ""  # config.json with overrides, as JSON, for models run by transformers.
+
+    key_bias: bool = True  # Keys have a bias if queries and values have one (`attention_bias`).
+    relative_farthest: int = 128  # Distance from which on all distances share one bucket.
+    relative_everywhere: bool = (
+        False  # Each layer has its own offsets; otherwise the first layer's count for all.
+    )
+    logits_bias: bool = (
+        False  # The checkpoint has a bias of logits apart from the head ("final_logits_bias").
+    )
 
     def of_layer(self, layer: int) -> ModelArch:
         """Return the architecture with one layer's sizes."""

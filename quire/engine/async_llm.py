@@ -508,7 +508,7 @@ class AsyncLLM:
         self, prompt: PromptType, adapter: LoRARequest | None, options: TextOptions = DEFAULT_TEXT_OPTIONS
     ) -> TokenizedPrompt:
         await self.get_tokenizer_context(adapter)
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        text = prompt.get("prompt", prompt.get("encoder_prompt")) if isinstance(prompt, dict) else prompt
         num_chars = len(text) if isinstance(text, str) else 0
         if isinstance(prompt, dict) and "prompt_embeds" in prompt:  # hashed and written
             num_chars = INLINE_CHARS + 1

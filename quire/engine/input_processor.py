@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig
+from quire.config.arch import encoder_positions
 from quire.engine.media_checks import check_prompt_media
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
 from quire.engine.prompt_forms import TokenizedPrompt, check_cut_text, check_length, parts_of
@@ -27,7 +28,7 @@ from quire.engine.tokenizer_cache import (
     indexed_ids,
 )
 from quire.errors import ValidationError
-from quire.features import PROMPT_EMBEDS
+from quire.features import ENCODER_PROMPTS, PROMPT_EMBEDS
 from quire.inputs import PromptType
 from quire.kv_transfer_params import FIELD, read_transfer
 from quire.lora_request import LoRARequest
@@ -74,6 +75,9 @@ class InputProcessor:
         self._seeds = random.Random(config.model.seed)
         self.constraints = Constraints(config, tokenizer, self.tokenizers.model.end_ids)
         self._embeds = import_place(PROMPT_EMBEDS)() if config.multimodal.enable_prompt_embeds else None
+        part_of = config.arch.part_of
+        reads_text = part_of is not None and part_of.reads_text
+        self._encoder_prompts = import_place(ENCODER_PROMPTS)(config, tokenizer) if reads_text else None
         self.pooling = None if config.pooling is None else PoolingInputs(config, config.pooling, tokenizer)
 
     def tokenize(
@@ -95,6 +99,9 @@ class InputProcessor:
         """
         if isinstance(prompt, dict) and PARAM_EMBEDS in prompt:
             prompt = self._embedded(dict(prompt))
+        encoder, options_of_decoder = self._encoder_prompts, None
+        if encoder is not None:
+            prompt, options_of_decoder = encoder.split(prompt)
         parts, tokenizer_context = parts_of(prompt), self.tokenizers.of(adapter)
         if self.pooling is not None:
             if parts.kv_transfer_params is not None:
@@ -114,7 +121,7 @@ class InputProcessor:
             if token_ids is None
             else list(token_ids)
         )
-        return TokenizedPrompt(
+        found = TokenizedPrompt(
             token_ids,
             parts.text,
             parts.cache_salt,
@@ -123,6 +130,7 @@ class InputProcessor:
             leases=parts.leases,
             kv_transfer_params=parts.kv_transfer_params,
         )
+        return found if encoder is None else encoder.joined(found, options_of_decoder)
 
     def _embedded(self, prompt: dict[str, Any]) -> PromptType:
         """Return a prompt of embeddings as token ids and an item."""
@@ -185,11 +193,16 @@ class InputProcessor:
         tokenizer_context = prompt.tokenizer_context or self.tokenizers.model
         self._check_prompt(prompt, tokenizer_context.vocab_size)
         self.check_terms(priority, tenant, lora_request)
-        params = self._resolve_params(params, len(prompt.token_ids), tokenizer_context)
+        if self._encoder_prompts is not None:
+            params = self._encoder_prompts.sampled(params)
+        params = self._resolve_params(params, prompt, tokenizer_context)
         self._check_params(params, tokenizer_context)
-        if params.prompt_logprobs is not None and any(item.kind == "embeds" for item in prompt.media):
+        if params.prompt_logprobs is not None and any(
+            item.kind in ("embeds", "text") for item in prompt.media
+        ):
             raise ValidationError(
-                "prompt_logprobs are of tokens, and the prompt has embeddings in place of some",
+                "prompt_logprobs are of tokens that the model predicts, and the prompt has others: embeddings, or the "
+                "text that an encoder reads",
                 param="prompt_logprobs",
             )
         if params.structured_outputs is not None:
@@ -242,7 +255,21 @@ class InputProcessor:
             request_id, prompt, plain, priority=priority, tenant=tenant, lora_request=lora_request
         )
         max_tokens = first.sampling_params.max_tokens or params.max_tokens
-        return first, msgspec.structs.replace(params, max_tokens=max_tokens)
+        if self._encoder_prompts is not None:
+            params = self._encoder_prompts.searched(prompt, params)
+        least = min(params.min_tokens, max_tokens)
+        return first, msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=least)
+
+    def default_beam_search_params(self) -> BeamSearchParams:
+        """Return the beam search of an encoder-decoder checkpoint's generation config.
+
+        Raises:
+            ValidationError: the model is none.
+        """
+        if self._encoder_prompts is None:
+            raise ValidationError("beam search needs parameters: this model has no encoder", param="params")
+        found: BeamSearchParams = self._encoder_prompts.default_search()
+        return found
 
     def process_pooling(
         self,
@@ -286,9 +313,19 @@ class InputProcessor:
             media=list(prompt.media),
         )
 
-    def room(self, num_prompt_tokens: int) -> int:
-        """Return the tokens that can follow a prompt of this length, which caps `max_tokens`."""
-        return self.config.model.max_model_len - num_prompt_tokens
+    def room(self, num_prompt_tokens: int, num_encoded: int | None = None) -> int:
+        """Return the tokens that can follow a prompt of this length, which caps `max_tokens`.
+
+        Its first `num_encoded` positions take an encoder's output; None: it is the encoder's text, if there is one.
+        """
+        part_of = self.config.arch.part_of
+        if part_of is None or not part_of.decoder_length:
+            return self.config.model.max_model_len - num_prompt_tokens
+        if num_encoded is None:
+            num_encoded = encoder_positions(num_prompt_tokens)
+            num_prompt_tokens = num_encoded + 1
+        most = min(self.config.model.max_model_len, num_encoded + part_of.decoder_length)
+        return most - num_prompt_tokens
 
     def close(self) -> None:
         """Release threads and files; may be called twice."""
@@ -330,10 +367,10 @@ class InputProcessor:
             raise ValidationError(f"priority must fit in 64 bits, got {priority}", param="priority")
 
     def _resolve_params(
-        self, params: SamplingParams, num_prompt_tokens: int, tokenizer_context: TokenizerContext
+        self, params: SamplingParams, prompt: TokenizedPrompt, tokenizer_context: TokenizerContext
     ) -> SamplingParams:
         max_tokens = params.max_tokens
-        room = self.room(num_prompt_tokens)
+        room = self.room(len(prompt.token_ids), prompt.num_encoded)
         max_tokens = max(room if max_tokens is None else min(max_tokens, room), params.min_tokens)
         seed = params.seed
         if seed is None and params.needs_seed:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from quire.config import EngineConfig
-from quire.config.arch import Multimodal
-from quire.errors import ValidationError
+from quire.config.arch import Multimodal, encoder_positions
+from quire.errors import ContextLengthError, ValidationError
 from quire.media import MediaItem, check_media, num_embeddings
 
 MOST_ITEMS = 999
@@ -36,6 +36,9 @@ def check_prompt_media(config: EngineConfig, ids: Sequence[int], media: Sequence
 
 def _check_encoded(media: Sequence[MediaItem], part_of: Multimodal) -> None:
     """Check that the prompt of a model with cross-attention begins with the encoder's output, and has no other."""
+    if part_of.reads_text:
+        _check_text(media, part_of)
+        return
     bounds = [(item.start, item.end) for item in media]
     if bounds != [(0, part_of.encoder_positions)]:
         raise ValidationError(
@@ -43,6 +46,29 @@ def _check_encoded(media: Sequence[MediaItem], part_of: Multimodal) -> None:
             f"{part_of.encoder_positions} positions, got {bounds or 'none'}; use /v1/audio/transcriptions or "
             "LLM.transcribe",
             param="prompt",
+        )
+
+
+def _check_text(media: Sequence[MediaItem], part_of: Multimodal) -> None:
+    """Check the one item of a prompt whose encoder reads text: it fills the first positions, one row per token."""
+    if len(media) != 1 or media[0].kind != "text":
+        kinds = [item.kind for item in media] or "none"
+        raise ValidationError(
+            f"{part_of.architecture} reads one text per prompt, got media of kind {kinds}", param="prompt"
+        )
+    (item,) = media
+    count = len(item.token_ids)
+    if not 0 < count <= part_of.encoder_length:
+        raise ContextLengthError(
+            f"This model's maximum input length is {part_of.encoder_length} tokens, but there are {count} tokens in "
+            "the prompt; the prompt is too long",
+            param="prompt",
+        )
+    if (item.start, item.end, item.runs) != (0, encoder_positions(count), [(0, count)]):
+        raise ValidationError(
+            f"the text of a prompt must fill its first {encoder_positions(count)} positions, the first {count} of them "
+            f"with a row per token, got [{item.start}, {item.end}) with {item.runs}",
+            param="media",
         )
 
 

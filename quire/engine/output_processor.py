@@ -371,7 +371,7 @@ class RequestGroup:
             params=self.params,
             num_sequences=len(self.sequences),
             finish_reasons=[str(sequence.finish_reason) for sequence in self.sequences],
-            num_prompt_tokens=len(self.prompt.token_ids),
+            num_prompt_tokens=len(self.prompt.given_ids),
             num_cached_tokens=self.sequences[0].num_cached_tokens,
             num_generation_tokens=sum(num_tokens),
             max_num_generation_tokens=max(num_tokens),
@@ -386,7 +386,7 @@ class RequestGroup:
             CompletionOutput(sequence.index, "", [], finish_reason="error", stop_reason=OUTPUT_FAILED)
             for sequence in self.sequences
         ]
-        return RequestOutput(self.request_id, self.prompt.text, self.prompt.token_ids, completions, True)
+        return RequestOutput(self.request_id, self.prompt.text, self.prompt.given_ids, completions, True)
 
     def _output(self, completions: list[CompletionOutput], finished: bool, delta: bool) -> RequestOutput:
         first = self.sequences[0]
@@ -395,11 +395,12 @@ class RequestGroup:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
-            prompt_token_ids=self.prompt.token_ids,
+            prompt_token_ids=self.prompt.given_ids,
             outputs=completions,
             finished=finished,
             prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=first.num_cached_tokens,
+            # An encoder's output fills whole blocks, and so more positions than its text has tokens.
+            num_cached_tokens=min(first.num_cached_tokens, len(self.prompt.given_ids)),
             metrics=joined_stats([one.stats for one in self.sequences]) if finished else first.stats,
             num_stored_tokens=first.num_stored_tokens,
             kv_transfer_params=first.kv_transfer_params,

@@ -31,6 +31,19 @@ class TokenizedPrompt:
     media: tuple[MediaItem, ...] = ()
     leases: tuple[object, ...] = ()  # Keep the files of the media until the request has ended.
     kv_transfer_params: Any = None  # As the caller gave them, unchecked.
+    # Last tokens of a decoder's prompt that count as generated, such as a forced first token.
+    num_forced: int = 0
+
+    @property
+    def given_ids(self) -> list[int]:
+        """Token ids that outputs report: those of the text that an encoder reads, or else all."""
+        is_text = len(self.media) == 1 and self.media[0].kind == "text"
+        return self.media[0].token_ids if is_text else self.token_ids
+
+    @property
+    def num_encoded(self) -> int:
+        """First positions that take the output of an encoder of text."""
+        return self.media[0].end if self.given_ids is not self.token_ids else 0
 
     def as_prompt(self) -> TokensPrompt:
         """Return the prompt in the callers' form."""

@@ -310,7 +310,7 @@ class LLM(OfflinePooling):
     def beam_search(
         self,
         prompts: PromptType | Sequence[PromptType],
-        params: BeamSearchParams,
+        params: BeamSearchParams | None = None,
         lora_request: Adapters = None,
         *,
         use_tqdm: bool = False,
@@ -319,12 +319,14 @@ class LLM(OfflinePooling):
         """Return the `beam_width` best sequences of each prompt, best first.
 
         Args:
+            params: None: those of the generation config of an encoder-decoder checkpoint.
             concurrency_limit: maximum number of prompts searched at once; None: all.
 
         Raises:
             ValidationError: a prompt or a parameter is invalid; nothing was searched.
             EngineError: a search failed.
         """
+        params = params or self.llm_engine.input_processor.default_beam_search_params()
         all_prompts = list(map(self._with_media, as_prompts(prompts)))
         size = concurrency_limit or max(len(all_prompts), 1)
         if size < 0:
@@ -334,9 +336,10 @@ class LLM(OfflinePooling):
         pairs = list(zip(all_prompts, per_prompt("lora_request", lora_request, all_prompts), strict=True))
         parts = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         outputs = [one for part in parts for one in self._search(part, params, use_tqdm)]
-        tokenizers = self.llm_engine.input_processor.tokenizers
+        tokenizers, part_of = self.llm_engine.input_processor.tokenizers, self.llm_engine.config.arch.part_of
+        reads_text = part_of is not None and part_of.reads_text
         return [
-            beam_search_output(output, tokenizers.of(adapter).tokenizer, params)
+            beam_search_output(output, tokenizers.of(adapter).tokenizer, params, reads_text=reads_text)
             for output, (_, adapter) in zip(outputs, pairs, strict=True)
         ]
 
@@ -372,9 +375,13 @@ class LLM(OfflinePooling):
 
 
 def beam_search_output(
-    output: RequestOutput, tokenizer: Tokenizer | None, params: BeamSearchParams
+    output: RequestOutput,
+    tokenizer: Tokenizer | None,
+    params: BeamSearchParams,
+    *,
+    reads_text: bool = False,
 ) -> BeamSearchOutput:
-    """Convert a beam search's output to vLLM's form.
+    """Convert a beam search's output to vLLM's form; if an encoder `reads_text`, without the prompt.
 
     Raises:
         EngineError: the search failed.
@@ -385,7 +392,7 @@ def beam_search_output(
             raise EngineError(
                 f"the beam search of request {output.request_id} ended early: {one.stop_reason}"
             )
-        tokens = [*output.prompt_token_ids, *one.token_ids]
+        tokens = [*([] if reads_text else output.prompt_token_ids), *one.token_ids]
         is_silent = one.finish_reason == "stop" and not params.include_stop_str_in_output
         shown, skip = tokens[: len(tokens) - is_silent], params.skip_special_tokens
         text = None if tokenizer is None else tokenizer.decode(shown, skip_special_tokens=skip)

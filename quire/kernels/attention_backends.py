@@ -23,7 +23,7 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata, check_features, check_last_seen
-from quire.kernels.reference import gather_blocks, seen_keys
+from quire.kernels.reference import biases_of, gather_blocks, seen_keys
 from quire.plugins import PluginTable, instance_of
 
 
@@ -39,21 +39,23 @@ def paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> Tensor:
     """See `ops.paged_attention`.
 
     Raises:
         NotImplementedError: with a soft cap or sinks, which torch's attention does not have.
     """
-    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
+    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks, relative_bias)
     check_last_seen(metadata, len(q), attention_chunk)
     if soft_cap is not None:
         raise NotImplementedError("scaled_dot_product_attention has no soft cap")
     if sinks is not None:
         raise NotImplementedError("scaled_dot_product_attention has no sinks")
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    # Distances times slopes are added to the scores, for which 16 bits are too coarse.
-    dtype = q.dtype if alibi_slopes is None else torch.float32
+    # Biases are added to the scores, for which 16 bits are too coarse.
+    is_biased = alibi_slopes is not None or relative_bias is not None
+    dtype = torch.float32 if is_biased else q.dtype
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     for request, seq_len in enumerate(lengths):
         rows = slice(starts[request], starts[request + 1])
@@ -69,7 +71,7 @@ def paged_attention(
             q[rows].transpose(0, 1).unsqueeze(0).to(dtype),
             keys.masked_fill(unseen, 0.0).to(dtype),
             values.masked_fill(unseen, 0.0).to(dtype),
-            attn_mask=seen if alibi_slopes is None else _bias(seen, distance, alibi_slopes),
+            attn_mask=_bias(seen, distance, alibi_slopes, relative_bias) if is_biased else seen,
             scale=scale,
             enable_gqa=True,
         )
@@ -83,9 +85,14 @@ def _distance(query_len: int, seq_len: int, device: torch.device) -> Tensor:
     return positions[seq_len - query_len :, None] - positions
 
 
-def _bias(seen: Tensor, distance: Tensor, slopes: Tensor) -> Tensor:
+def _bias(seen: Tensor, distance: Tensor, slopes: Tensor | None, relative_bias: Tensor | None) -> Tensor:
     """Return the bias added to scores: float32 [Hq, query_len, seq_len]."""
-    return (-slopes.float()[:, None, None] * distance.abs()).masked_fill(~seen, -torch.inf)
+    bias = torch.zeros(1, *distance.shape, device=distance.device)
+    if slopes is not None:
+        bias = bias - slopes.float()[:, None, None] * distance.abs()
+    if relative_bias is not None:
+        bias = bias + biases_of(relative_bias, distance)
+    return bias.masked_fill(~seen, -torch.inf)
 
 
 PagedAttention = Callable[..., Tensor]

@@ -98,12 +98,13 @@ def check_features(
     soft_cap: float | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    relative_bias: Tensor | None = None,
 ) -> None:
     """Check options for queries [T, Hq, D].
 
     Raises:
-        ValueError: a window or chunk below 1, both of them, a soft cap that is not above 0, or slopes or sinks that are
-            not [Hq] floats on q's device.
+        ValueError: a window or chunk below 1, both of them, a soft cap that is not above 0, slopes or sinks that are
+            not [Hq] floats on q's device, or biases that are not float32 [Hq, odd] there.
     """
     for name, size in (("sliding_window", sliding_window), ("attention_chunk", attention_chunk)):
         if size is not None and size < 1:
@@ -115,6 +116,8 @@ def check_features(
     for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if numbers is not None:
             _check_of_heads(q, name, numbers)
+    if relative_bias is not None:
+        _check_biases(q, relative_bias, "paged_attention")
 
 
 def check_last_seen(metadata: AttentionMetadata, num_rows: int, attention_chunk: int | None) -> None:
@@ -147,8 +150,11 @@ def check_bidirectional(
         raise ValueError(f"{op}: window must be 1 or more; it is {window}")
     if alibi_slopes is not None:
         _check_of_heads(q, "alibi_slopes", alibi_slopes, op)
-    if relative_bias is None:
-        return
+    if relative_bias is not None:
+        _check_biases(q, relative_bias, op)
+
+
+def _check_biases(q: Tensor, relative_bias: Tensor, op: str) -> None:
     shape = relative_bias.shape
     fits = len(shape) == 2 and shape[0] == q.shape[1] and shape[1] % 2 == 1
     if not fits or relative_bias.dtype is not torch.float32 or relative_bias.device != q.device:

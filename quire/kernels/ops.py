@@ -473,6 +473,7 @@ def paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each request's last tokens over its cached keys and values: a new [T, Hq, D].
 
@@ -482,8 +483,10 @@ def paged_attention(
     `sliding_window` w, only i - w < j <= i is visible; with `attention_chunk` c, only j <= i with i // c = j // c. With
     `sinks` [Hq], every softmax has one more score, its head's, without a value (G. Xiao et al., 2023,
     arXiv:2309.17453).
-    With `metadata.last_seen` l, j <= l_i replaces j <= i, and a bias is by the distance's magnitude.
-    Padding rows are 0. A required block id outside the cache, or an l out of bounds, is an IndexError.
+    With `relative_bias` float32 [Hq, 2 * P - 1], s plus entry P - 1 + j - i, for requests of up to P tokens.
+    With `metadata.last_seen` l, j <= l_i replaces j <= i, and a slope's bias is by the distance's magnitude.
+    Padding rows are 0. A required block id outside the cache, an l out of bounds, or a request longer than P is an
+    IndexError.
     """
     return reference.paged_attention(
         q,
@@ -496,6 +499,7 @@ def paged_attention(
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        relative_bias=relative_bias,
     )
 
 

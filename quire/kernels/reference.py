@@ -71,6 +71,20 @@ def bidirectional_attention(
     return out
 
 
+def biases_of(relative_bias: Tensor, distance: Tensor) -> Tensor:
+    """Return the biases of `distance` [..., query_len, seq_len] in the shape [..., Hq, query_len, seq_len].
+
+    Raises:
+        IndexError: there are biases for fewer than seq_len tokens.
+    """
+    most, seq_len = relative_bias.shape[1] // 2 + 1, distance.shape[-1]
+    if seq_len > most:
+        raise IndexError(f"paged_attention: a request has {seq_len} tokens, and there are biases for {most}")
+    # Requests of a decode batch are padded to the longest one; what lies past a request's end is hidden.
+    places = (most - 1 - distance).clamp(0, relative_bias.shape[1] - 1)
+    return relative_bias[:, places].movedim(0, -3)
+
+
 def _check_whole(request: int, rows: int, length: int, relative_bias: Tensor | None) -> None:
     if rows != length:
         raise IndexError(f"bidirectional_attention: request {request} has {rows} rows of {length} tokens")
@@ -364,8 +378,9 @@ def paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> Tensor:
-    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
+    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks, relative_bias)
     check_last_seen(metadata, len(q), attention_chunk)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for rows, requests, query_len, seq_len in _groups(metadata, k_cache):
@@ -375,6 +390,8 @@ def paged_attention(
         distance = _distance(metadata.seq_lens[requests], query_len, seq_len)
         if alibi_slopes is not None:
             scores = scores - alibi_slopes.float()[:, None, None] * distance.abs()
+        if relative_bias is not None:
+            scores = scores + biases_of(relative_bias, distance.squeeze(1))
         last_seen = None if metadata.last_seen is None else metadata.last_seen[rows].view(distance.shape[:-1])
         hidden = ~seen_keys(distance, seq_len, sliding_window, attention_chunk, last_seen)
         scores = scores.masked_fill(hidden, -torch.inf)

@@ -31,6 +31,7 @@ from quire.kv_cache.spec import (
 from quire.layers.base import DTYPES, Module, activation_dtype, device_type
 from quire.layers.kv_cache import cache_planes, cache_users
 from quire.layers.norm import RMSNorm
+from quire.layers.relative_bias import RelativeBias
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import Shard, Span
 from quire.layers.slot import length
@@ -206,6 +207,8 @@ class Attention(Module):
         )
         self.cache_scales: CacheScales | None = None
         """Divisors of keys and values in an E4M3 cache, if the checkpoint has them."""
+        self.relative_bias: RelativeBias | None = None
+        """Added to scores; owned and set by the model."""
         self.int8_scales: Tensor | None = None
         """Divisors in an int8 cache, float32 [2, Hkv]; None: each vector has its own."""
         self.k_cache = self.v_cache = torch.empty(0)
@@ -231,9 +234,14 @@ class Attention(Module):
         """Write k and v [T, Hkv, D] to slots [T] of the cache, without rotation."""
         ops.write_kv(k, v, self.k_cache, self.v_cache, slots, **self._given_scales())
 
-    def attend(self, q: Tensor, step: StepContext) -> Tensor:
-        """q [T, Hq, D], normed and rotated -> [T, Hq * D], over cached keys and values."""
+    def attend(self, q: Tensor, step: StepContext, *, biased: bool = True) -> Tensor:
+        """q [T, Hq, D], normed and rotated -> [T, Hq * D], over cached keys and values.
+
+        Unless `biased`, the relative bias is left out.
+        """
         own = step.metadata(self.group_id, AttentionMetadata)
+        # Backends of other packages may be older than the option.
+        bias = {"relative_bias": self.relative_bias.table} if biased and self.relative_bias else {}
         out = self._attend(
             q if self.cache_scales is None else self.cache_scales.of_queries(q),
             self.k_cache,
@@ -245,6 +253,7 @@ class Attention(Module):
             soft_cap=self.soft_cap,
             alibi_slopes=self.alibi_slopes,
             sinks=None if self.sinks is None else self.sinks.weight,
+            **bias,
         )
         return (out if self.cache_scales is None else self.cache_scales.of_outputs(out)).flatten(1)
 

@@ -7,11 +7,6 @@ Invariant: nothing is kept from step to step, and a layer never inspects the bat
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
-
-import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
@@ -19,66 +14,13 @@ from quire.kernels import ops
 from quire.kernels.attention_metadata import GroupMetadata
 from quire.kv_cache.spec import EncoderOnlySpec, KVCacheSpec
 from quire.layers.attention import slopes
-from quire.layers.base import Layer, Module, activation_dtype, device_type, parameter
+from quire.layers.base import Module, activation_dtype, device_type
 from quire.layers.norm import RMSNorm
+from quire.layers.relative_bias import RelativeBias
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import WHOLE, Shard, Span
-from quire.layers.slot import Slot, TensorPart, length
+from quire.layers.shard import Shard, Span
+from quire.layers.slot import length
 from quire.layers.step import StepContext
-
-if TYPE_CHECKING:
-    from quire.layers.quantization import QuantMethod
-
-_FARTHEST = 128
-"""Distance from which on all distances share one bucket."""
-
-
-class RelativeBias(Layer):
-    """Relative position bias per head, shared by all layers (T5; Raffel et al., 2020, arXiv:1910.10683, section 2.1).
-
-    Half of the `buckets` are for keys after the query. In each half the first half are single distances, and the others
-    cover ever more of them, up to 128.
-    """
-
-    buckets: Tensor
-    table: Tensor
-    """float32 [Hq, 2 * P - 1], for the rank's heads, as `ops.bidirectional_attention` takes it."""
-
-    def __init__(self, *, config: EngineConfig, buckets: int, name: str) -> None:
-        super().__init__(name)
-        arch = config.arch
-        self.heads, self.num_buckets, self.dtype = Span(arch.num_heads), buckets, activation_dtype(config)
-        self.create_weights(None)
-        longest = config.model.max_model_len or arch.max_position_embeddings
-        with torch.device("cpu"):
-            self.register_buffer("buckets", _buckets(longest, buckets), persistent=False)
-
-    def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
-        self.shard, self.own = shard, self.heads.piece(shard, self.name)
-        self.weight = parameter(self.num_buckets, length(self.own), dtype=self.dtype)
-
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        buckets, heads = slice(0, self.num_buckets), slice(0, self.heads.units)
-        part = TensorPart((self.num_buckets, self.heads.units), (buckets, heads), (buckets, self.own))
-        yield f"{names[0]}.weight", Slot(self.weight, "normal", part)
-
-    def finish_loading(self) -> None:
-        by_distance = self.weight.float()[self.buckets.to(self.weight.device)]
-        self.register_buffer("table", by_distance.t().contiguous(), persistent=False)
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        super().restore(tensors)
-        self.finish_loading()
-
-
-def _buckets(longest: int, count: int) -> Tensor:
-    """Return int64 [2 * longest - 1]: the bucket of key minus query position, from 1 - longest to longest - 1."""
-    offsets = torch.arange(1 - longest, longest)
-    half, single = count // 2, count // 4
-    distance = offsets.abs()
-    steps = torch.log(distance.clamp(min=1).float() / single) / math.log(_FARTHEST / single) * (half - single)
-    far = (single + steps.long()).clamp(max=half - 1)
-    return torch.where(distance < single, distance, far) + half * (offsets > 0)
 
 
 class BidirectionalAttention(Module):

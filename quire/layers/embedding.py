@@ -317,18 +317,28 @@ class TokenTypeEmbedding(Layer):
 class SinusoidalEmbedding(Module):
     """Sines, then cosines, of a position at H / 2 wavelengths between 2 pi and 20000 pi (Vaswani et al., 2017).
 
-    Position 0 is row `offset` (2 in XGLM).
+    Position 0 is row `offset` (2 in XGLM). `through_last`: the last wavelength is 20000 pi; otherwise the next one
+    would be. There are `num_rows` positions, by default those of the context.
     """
 
     rows: Tensor
 
-    def __init__(self, *, config: EngineConfig, offset: int = 0, name: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        offset: int = 0,
+        through_last: bool = True,
+        num_rows: int = 0,
+        name: str = "",
+    ) -> None:
         super().__init__()
         half = config.arch.hidden_size // 2
-        num_rows = (config.model.max_model_len or config.arch.max_position_embeddings) + offset
+        num_rows = num_rows or config.model.max_model_len or config.arch.max_position_embeddings
         with torch.device("cpu"):
-            frequencies = torch.exp(torch.arange(half).float() * -(math.log(10000.0) / max(half - 1, 1)))
-            angles = torch.arange(num_rows).float()[:, None] * frequencies
+            spread = math.log(10000.0) / max(half - through_last, 1)
+            frequencies = torch.exp(torch.arange(half).float() * -spread)
+            angles = torch.arange(num_rows + offset).float()[:, None] * frequencies
             rows = F.pad(torch.cat((angles.sin(), angles.cos()), 1), (0, config.arch.hidden_size % 2))
         self.register_buffer("rows", rows.to(activation_dtype(config)), persistent=False)
         self.offset = offset

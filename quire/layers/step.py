@@ -45,6 +45,9 @@ class StepContext:
     """Embeddings of media, if rows of the step take some."""
     rope_positions: Tensor | None = None
     """[3, T] int64: frame, row and column by which each row is rotated. None: `positions` count for all three."""
+    encoded_lens: Tensor | None = None
+    """[R] int32: rows of the encoder's output of each request, for cross-attention. None: the model has no encoder, or
+    nothing is encoded."""
 
     def metadata(self, group_id: int, kind: type[Kind]) -> Kind:
         """Return the metadata of a group, which must be of the given kind."""

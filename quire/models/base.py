@@ -46,6 +46,8 @@ class CausalLM(Module):
     renamed: Mapping[str, str] = {}
     unused: tuple[str, ...] = ()
     base_prefix: str = "model."
+    also_tables: tuple[str, ...] = ()
+    """Other modules in whose place a checkpoint may store the token table, the best first; all hold the same."""
     folders: tuple[str, ...] = ()
     """Folders of the checkpoint with more tensors for this model, whose names begin with the folder and a slash."""
 
@@ -157,6 +159,8 @@ class CausalLM(Module):
         if tensor_name in self.other_stage_tensors:
             return True
         head, _, kind = tensor_name.rpartition(".")
+        if head in self.also_tables and kind == "weight":
+            return True
         is_tied = kind == "weight" and self.config.arch.tie_word_embeddings
         if head == self.renamed.get("lm_head", "lm_head") and (is_tied or self.config.pooling is not None):
             return True

@@ -336,15 +336,21 @@ ENCODER_FAMILIES = (
 ENCODERS: dict[str, BuiltIn] = {row.architecture: row for family in ENCODER_FAMILIES for row in family.rows()}
 """Encoders by architecture; they pool and do not generate."""
 
+_CROSSING = "encoder_decoder:EncoderDecoder"
 PARTS: dict[str, BuiltIn] = {
     row.architecture: row
     for row in (
-        BuiltIn(
-            "WhisperDecoder",
-            "whisper:read_whisper",
-            "Whisper, inside `quire.models.multimodal.WRAPPERS`",
-            "encoder_decoder:EncoderDecoder",
-        ),
+        BuiltIn(name, reader, f"{models}, inside `quire.models.multimodal.WRAPPERS`", _CROSSING)
+        for name, reader, models in (
+            ("BartDecoder", "bart:read_bart", "BART"),
+            ("M2M100Decoder", "bart:read_m2m100", "M2M-100"),
+            ("MBartDecoder", "bart:read_mbart", "mBART"),
+            ("MarianDecoder", "bart:read_marian", "Marian"),
+            ("PegasusDecoder", "bart:read_pegasus", "Pegasus"),
+            ("T5Decoder", "t5:read_t5", "T5"),
+            ("UMT5Decoder", "t5:read_umt5", "UMT5"),
+            ("WhisperDecoder", "whisper:read_whisper", "Whisper"),
+        )
     )
 }
 """Models that are served only as a part of a whole checkpoint, which names another architecture."""

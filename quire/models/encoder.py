@@ -13,9 +13,10 @@ from quire.config.arch import HeadArch
 from quire.config.pooling import HeadLayer
 from quire.layers.activation import PLAIN
 from quire.layers.base import Module, activation_dtype, model_dtype
-from quire.layers.bidirectional_attention import BidirectionalAttention, RelativeBias
+from quire.layers.bidirectional_attention import BidirectionalAttention
 from quire.layers.embedding import PositionEmbedding, TokenTypeEmbedding, VocabEmbedding
 from quire.layers.norm import block_norm
+from quire.layers.relative_bias import RelativeBias
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.blocks import BLOCKS

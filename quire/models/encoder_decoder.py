@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder with cross-attention to an encoder's output, as Whisper has it (Radford et al., 2022, arXiv:2212.04356).
+"""Decoder with cross-attention to an encoder's output (Vaswani et al., 2017, arXiv:1706.03762), as Whisper (Radford et
+al., 2022, arXiv:2212.04356), T5 (Raffel et al., 2020, arXiv:1910.10683) and BART (Lewis et al., 2019, arXiv:1910.13461)
+have it.
 
 A sequence begins with P positions of the encoder's output, then come the decoder's tokens. Each layer has one cache: at
 the first P positions it holds the keys and values of cross-attention, behind them those of self-attention. So blocks,
 prefix caching, preemption and stores treat the encoder's output like any other prefix, and all requests with the same
-input share it. P is a multiple of the block size; of the encoder's output E <= P rows are real.
+input share it. Of a request's P positions E are rows of the output (`StepContext.encoded_lens`), and P is E rounded up
+to whole blocks. Tokens are numbered from 0 behind it, so the positions of an encoder's output are below 0.
 
-Shapes: T tokens of the step, of which M are positions of encoders' output and D tokens of decoders; H hidden size.
+Shapes: T tokens of the step, of which M are rows of encoders' output and D tokens of decoders; R requests; H hidden
+size.
 """
 
 from __future__ import annotations
@@ -19,19 +23,24 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
+from quire.config.arch import ENCODER_UNIT
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.layers.attention import Attention
 from quire.layers.base import Layer, Module, activation_dtype, model_dtype, parameter
-from quire.layers.embedding import VocabEmbedding
-from quire.layers.linear import Linear, UnbiasedKeyQKVLinear
-from quire.layers.mlp import PlainMLP
+from quire.layers.embedding import SinusoidalEmbedding, VocabEmbedding
+from quire.layers.linear import Linear, QKVLinear, UnbiasedKeyQKVLinear
+from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import block_norm
+from quire.layers.relative_bias import RelativeBias
 from quire.layers.shard import Span
-from quire.layers.slot import Slot
+from quire.layers.slot import Slot, TensorPart
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
+
+_MLPS = {"plain": PlainMLP, "gated": GatedMLP}
+LOGITS_BIAS = "final_logits_bias"
 
 
 class DecoderRows(NamedTuple):
@@ -39,77 +48,114 @@ class DecoderRows(NamedTuple):
 
     tokens: Tensor | None
     """[D] int64: rows of decoders' tokens; None: all rows are."""
-    encoded: Tensor | None
-    """[M] int64: rows of encoders' output; None: there are none."""
     own: StepContext
     """Step of the decoders' tokens alone, over the positions behind the encoder's output."""
     crossing: StepContext
     """Step of the same tokens over the encoder's output."""
 
 
-def split_rows(
-    positions: Tensor, step: StepContext, num_encoded: int, length: int, block_size: int
-) -> DecoderRows:
+def split_rows(positions: Tensor, step: StepContext, block_size: int) -> DecoderRows:
     """Split a step's rows [T] into encoders' output and tokens.
 
     Args:
-        num_encoded: P.
-        length: E.
         block_size: tokens per block, which divides P.
     """
     metadata = step.metadata(0, AttentionMetadata)
-    is_token = positions >= num_encoded
-    num_tokens = int(is_token.sum())
-    if num_tokens == len(positions):
-        tokens = encoded = None
-        starts, longest = metadata.query_start_loc, metadata.max_query_len
-    else:
-        tokens, encoded = is_token.nonzero().flatten(), (~is_token).nonzero().flatten()
-        before = torch.zeros(len(positions) + 1, dtype=torch.int32, device=positions.device)
-        before[1:] = is_token.cumsum(0)
-        starts = before[metadata.query_start_loc.long()]
-        longest = max(int((starts[1:] - starts[:-1]).max()), 1)
-    num_blocks = num_encoded // block_size
+    tokens, starts, longest = _tokens(positions, metadata)
+    lens = step.encoded_lens
+    if lens is None:  # a step that is only measured
+        lens = torch.zeros_like(metadata.seq_lens)
+    firsts = (lens + (ENCODER_UNIT - 1)) // ENCODER_UNIT * ENCODER_UNIT
     own = AttentionMetadata(
         query_start_loc=starts,
-        seq_lens=(metadata.seq_lens - num_encoded).clamp(min=0),
-        block_tables=metadata.block_tables[:, num_blocks:].contiguous(),
+        seq_lens=(metadata.seq_lens - firsts).clamp(min=0),
+        block_tables=_moved(metadata.block_tables, firsts // block_size),
         max_query_len=longest,
-        max_seq_len=max(metadata.max_seq_len - num_encoded, 1),
+        max_seq_len=metadata.max_seq_len,
         slot_mapping=metadata.slot_mapping if tokens is None else metadata.slot_mapping[tokens],
-    )
-    crossing = replace(
-        own,
-        seq_lens=torch.full_like(own.seq_lens, length),
-        block_tables=metadata.block_tables[:, :num_blocks].contiguous(),
-        max_seq_len=length,
-        # A row of a longer query would see as many rows fewer as tokens follow it.
-        last_seen=None
-        if longest == 1
-        else torch.full((num_tokens,), length - 1, dtype=torch.int32, device=positions.device),
     )
     adapters = step.adapter_rows
     alone = StepContext((own,), adapters if adapters is None or tokens is None else adapters[tokens])
-    return DecoderRows(tokens, encoded, alone, replace(alone, groups=(crossing,)))
+    return DecoderRows(tokens, alone, replace(alone, groups=(_crossing(own, lens, metadata),)))
+
+
+def _tokens(positions: Tensor, metadata: AttentionMetadata) -> tuple[Tensor | None, Tensor, int]:
+    """Return the rows of tokens (None: all), where each request's begin, and the most of one request."""
+    is_token = positions >= 0
+    num_tokens = int(is_token.sum())
+    if num_tokens == len(positions):
+        return None, metadata.query_start_loc, metadata.max_query_len
+    before = torch.zeros(len(positions) + 1, dtype=torch.int32, device=positions.device)
+    before[1:] = is_token.cumsum(0)
+    starts = before[metadata.query_start_loc.long()]
+    return is_token.nonzero().flatten(), starts, max(int((starts[1:] - starts[:-1]).max()), 1)
+
+
+def _moved(tables: Tensor, num_blocks: Tensor) -> Tensor:
+    """Return block tables [R, B] without the first `num_blocks` [R] of each request; what follows them is not read."""
+    width = tables.shape[1]
+    places = num_blocks[:, None] + torch.arange(width, device=tables.device)
+    return tables.gather(1, places.clamp(max=width - 1))
+
+
+def _crossing(own: AttentionMetadata, lens: Tensor, whole: AttentionMetadata) -> AttentionMetadata:
+    """Return the metadata of the decoders' tokens over E rows each, `lens` [R]."""
+    lens, num_tokens = lens.clamp(min=1), len(own.slot_mapping)
+    crossing = replace(own, seq_lens=lens, block_tables=whole.block_tables)
+    if own.max_query_len == 1:
+        return crossing
+    counts = (own.query_start_loc[1:] - own.query_start_loc[:-1]).long()
+    if own.max_query_len <= int(lens.min()):
+        # A row of a longer query would see as many rows fewer as tokens follow it.
+        return replace(crossing, last_seen=_of_rows(lens - 1, counts, num_tokens))
+    # Queries longer than what they attend to are computed row by row, which gives the same bits.
+    return replace(
+        crossing,
+        query_start_loc=torch.arange(num_tokens + 1, dtype=torch.int32, device=lens.device),
+        seq_lens=_of_rows(lens, counts, num_tokens),
+        block_tables=_of_rows(whole.block_tables, counts, num_tokens),
+        max_query_len=1,
+    )
+
+
+def _of_rows(of_requests: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+    """Repeat what each request has for each of its rows; rows of no request, which come last, have the last one's."""
+    found = of_requests.repeat_interleave(counts, dim=0)
+    missing = num_rows - len(found)
+    return found if not missing else torch.cat((found, of_requests[-1:].repeat_interleave(missing, dim=0)))
 
 
 class LearnedPositions(Layer):
-    """Learned rows of the decoder's positions, which begin behind the encoder's output."""
+    """Learned rows of the decoder's positions; the first `offset` rows of the table are unused."""
 
-    def __init__(self, *, config: EngineConfig, first: int, name: str) -> None:
+    def __init__(self, *, config: EngineConfig, offset: int, name: str) -> None:
         super().__init__(name)
         arch = config.arch
-        self.first = first
-        self.weight = parameter(
-            arch.max_position_embeddings - first, arch.hidden_size, dtype=activation_dtype(config)
-        )
+        assert arch.part_of is not None, "a decoder with cross-attention belongs to an encoder"
+        self.offset = offset
+        num_rows = arch.max_position_embeddings - arch.part_of.encoder_positions + offset
+        self.weight = parameter(num_rows, arch.hidden_size, dtype=activation_dtype(config))
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions [D] -> [D, H]."""
-        return ops.embedding(positions - self.first, self.weight)
+        # A step that is only measured has no encoder's output, and tokens at its positions.
+        return ops.embedding((positions + self.offset).clamp(max=len(self.weight) - 1), self.weight)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield f"{names[0]}.weight", Slot(self.weight, "normal")
+
+
+def _positions(config: EngineConfig, name: str) -> Module | None:
+    """Return what is added to token embeddings for positions."""
+    arch = config.arch
+    if arch.positions is None:
+        return None
+    if arch.positions == "learned":
+        return LearnedPositions(config=config, offset=arch.position_offset, name=name)
+    through_last = arch.positions == "sinusoidal"
+    return SinusoidalEmbedding(
+        config=config, offset=arch.position_offset, through_last=through_last, name=name
+    )
 
 
 class JointAttention(Attention):
@@ -121,21 +167,30 @@ class JointAttention(Attention):
 
 
 class SelfProjections(Module):
-    """Projections of self-attention, by the checkpoint's names."""
+    """Projections of self-attention, by the checkpoint's names, and its relative bias if the layer has one."""
 
-    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+    def __init__(self, *, config: EngineConfig, prefix: str, layer: int) -> None:
         super().__init__()
         arch = config.arch
-        self.qkv_proj = UnbiasedKeyQKVLinear(
+        self.qkv_proj = (QKVLinear if arch.key_bias else UnbiasedKeyQKVLinear)(
             hidden_size=arch.hidden_size,
             num_heads=arch.num_heads,
             num_kv_heads=arch.num_kv_heads,
             head_dim=arch.head_dim,
-            bias=True,
+            bias=arch.attention_bias,
             dtype=model_dtype(config),
             name=f"{prefix}.qkv_proj",
         )
-        self.out_proj = _projection(config, f"{prefix}.out_proj", partition="input")
+        self.out_proj = _projection(config, f"{prefix}.out_proj", arch.attention_out_bias, partition="input")
+        self.relative_bias: RelativeBias | None = None
+        if arch.relative_buckets and (arch.relative_everywhere or layer == 0):
+            self.relative_bias = RelativeBias(
+                config=config,
+                buckets=arch.relative_buckets,
+                causal=True,
+                farthest=arch.relative_farthest,
+                name=f"{prefix}.relative_bias",
+            )
 
 
 class CrossProjections(Module):
@@ -143,13 +198,15 @@ class CrossProjections(Module):
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__()
-        self.q_proj = _projection(config, f"{prefix}.q_proj")
-        self.k_proj = _projection(config, f"{prefix}.k_proj", bias=False)
-        self.v_proj = _projection(config, f"{prefix}.v_proj")
-        self.out_proj = _projection(config, f"{prefix}.out_proj", partition="input")
+        arch = config.arch
+        bias = arch.attention_bias
+        self.q_proj = _projection(config, f"{prefix}.q_proj", bias)
+        self.k_proj = _projection(config, f"{prefix}.k_proj", bias and arch.key_bias)
+        self.v_proj = _projection(config, f"{prefix}.v_proj", bias)
+        self.out_proj = _projection(config, f"{prefix}.out_proj", arch.attention_out_bias, partition="input")
 
 
-def _projection(config: EngineConfig, name: str, *, partition: str = "output", bias: bool = True) -> Linear:
+def _projection(config: EngineConfig, name: str, bias: bool, *, partition: str = "output") -> Linear:
     arch = config.arch
     wide = arch.num_heads * arch.head_dim
     is_out = partition == "input"
@@ -165,13 +222,14 @@ def _projection(config: EngineConfig, name: str, *, partition: str = "output", b
 
 
 class CrossingBlock(Module):
-    """Layer of a decoder: self-attention, cross-attention and a plain MLP, each behind a norm."""
+    """Layer of a decoder: self-attention, cross-attention and an MLP, each with a norm before or after it."""
 
-    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+    def __init__(self, *, config: EngineConfig, prefix: str, layer: int) -> None:
         super().__init__()
         arch = config.arch
         self.head_dim = arch.head_dim
-        self.self_attn = SelfProjections(config=config, prefix=f"{prefix}.self_attn")
+        self.norms_before = arch.do_layer_norm_before
+        self.self_attn = SelfProjections(config=config, prefix=f"{prefix}.self_attn", layer=layer)
         self.encoder_attn = CrossProjections(config=config, prefix=f"{prefix}.encoder_attn")
         self.attention = JointAttention(
             config=config,
@@ -179,12 +237,12 @@ class CrossingBlock(Module):
             num_heads=arch.num_heads,
             num_kv_heads=arch.num_kv_heads,
             head_dim=arch.head_dim,
-            scale=arch.head_dim**-0.5,
+            scale=arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,
         )
         self.self_attn_layer_norm = block_norm(config, f"{prefix}.self_attn_layer_norm")
         self.encoder_attn_layer_norm = block_norm(config, f"{prefix}.encoder_attn_layer_norm")
         self.final_layer_norm = block_norm(config, f"{prefix}.final_layer_norm")
-        self.mlp = PlainMLP(config=config, prefix=f"{prefix}.mlp")
+        self.mlp = _MLPS[arch.mlp](config=config, prefix=f"{prefix}.mlp")
 
     def store(self, encoded: Tensor, slots: Tensor, step: StepContext) -> None:
         """Write the keys and values of an encoder's output [M, H] to slots [M] of the cache."""
@@ -193,13 +251,31 @@ class CrossingBlock(Module):
 
     def forward(self, x: Tensor, positions: Tensor, rows: DecoderRows) -> Tensor:
         """x [D, H] of decoders' tokens -> [D, H]."""
-        own, attention = rows.own, self.attention
-        q, k, v = self.self_attn.qkv_proj.heads(self.self_attn_layer_norm(x), own)
-        x = x + self.self_attn.out_proj(attention(q, k, v, positions, own), own)
-        q = self._heads(self.encoder_attn.q_proj(self.encoder_attn_layer_norm(x), own))
-        x = x + self.encoder_attn.out_proj(attention.attend(q, rows.crossing), own)
-        out: Tensor = x + self.mlp(self.final_layer_norm(x), own)
+        x = x + self._attended(self._before(x, self.self_attn_layer_norm), positions, rows)
+        x = self._after(x, self.self_attn_layer_norm)
+        x = x + self._crossed(self._before(x, self.encoder_attn_layer_norm), rows)
+        x = self._after(x, self.encoder_attn_layer_norm)
+        x = x + self.mlp(self._before(x, self.final_layer_norm), rows.own)
+        return self._after(x, self.final_layer_norm)
+
+    def _attended(self, x: Tensor, positions: Tensor, rows: DecoderRows) -> Tensor:
+        q, k, v = self.self_attn.qkv_proj.heads(x, rows.own)
+        out: Tensor = self.self_attn.out_proj(self.attention(q, k, v, positions, rows.own), rows.own)
         return out
+
+    def _crossed(self, x: Tensor, rows: DecoderRows) -> Tensor:
+        q = self._heads(self.encoder_attn.q_proj(x, rows.own))
+        attended = self.attention.attend(q, rows.crossing, biased=False)
+        out: Tensor = self.encoder_attn.out_proj(attended, rows.own)
+        return out
+
+    def _before(self, x: Tensor, norm: Module) -> Tensor:
+        normed: Tensor = norm(x) if self.norms_before else x
+        return normed
+
+    def _after(self, x: Tensor, norm: Module) -> Tensor:
+        normed: Tensor = x if self.norms_before else norm(x)
+        return normed
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(len(x), -1, self.head_dim)
@@ -215,82 +291,121 @@ class CrossingDecoder(Module):
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__()
         arch = config.arch
-        assert arch.part_of is not None, "a decoder with cross-attention belongs to an encoder"
-        self.num_encoded, self.length = arch.part_of.encoder_positions, arch.part_of.encoder_length
-        self.block_size = config.cache.block_size
-        if self.num_encoded % self.block_size:
+        self.block_size, self.size = config.cache.block_size, arch.hidden_size
+        if ENCODER_UNIT % self.block_size:
             raise ConfigError(
-                f"--block-size is {self.block_size}, and must divide the {self.num_encoded} positions of the "
-                "encoder's output: give 16, 32 or 64"
+                f"--block-size is {self.block_size}, and must divide {ENCODER_UNIT}, of which the positions of an "
+                "encoder's output are a multiple: give 16, 32 or 64"
             )
+        self.dtype = activation_dtype(config)
         self.embed_tokens = VocabEmbedding(
             vocab_size=arch.vocab_size,
             size=arch.hidden_size,
             dtype=model_dtype(config),
+            scale=arch.embedding_multiplier,
             is_head=arch.tie_word_embeddings,
-            out_dtype=activation_dtype(config),
+            out_dtype=self.dtype,
             name=f"{prefix}.embed_tokens",
         )
-        self.embed_positions = LearnedPositions(
-            config=config, first=self.num_encoded, name=f"{prefix}.embed_positions"
+        self.embed_positions = _positions(config, f"{prefix}.embed_positions")
+        self.layernorm_embedding = (
+            block_norm(config, f"{prefix}.layernorm_embedding") if arch.embedding_norm else None
         )
         self.layers = nn.ModuleList(
-            CrossingBlock(config=config, prefix=f"{prefix}.layers.{layer}")
+            CrossingBlock(config=config, prefix=f"{prefix}.layers.{layer}", layer=layer)
             for layer in range(arch.num_layers)
         )
-        self.layer_norm = block_norm(config, f"{prefix}.layer_norm")
+        self._share_bias()
+        self.layer_norm = block_norm(config, f"{prefix}.layer_norm") if arch.final_norm else None
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Return hidden states [T, H]: 0 in rows of an encoder's output."""
-        rows = split_rows(positions, step, self.num_encoded, self.length, self.block_size)
-        if rows.encoded is not None:
-            self._store(rows.encoded, step)
+        rows = split_rows(positions, step, self.block_size)
+        if step.media is not None:
+            self._store(step)
         if rows.tokens is None:
             return self._decode(inputs, positions, rows)
-        hidden = torch.zeros(
-            len(inputs),
-            self.embed_positions.weight.shape[1],
-            dtype=self.embed_positions.weight.dtype,
-            device=inputs.device,
-        )
+        hidden = torch.zeros(len(inputs), self.size, dtype=self.dtype, device=inputs.device)
         if len(rows.tokens):
             hidden[rows.tokens] = self._decode(inputs[rows.tokens], positions[rows.tokens], rows)
         return hidden
+
+    def _share_bias(self) -> None:
+        """Give every layer its relative bias, or the first one's."""
+        shared: RelativeBias | None = None
+        for block in self._blocks():
+            shared = block.self_attn.relative_bias or shared
+            block.attention.relative_bias = shared
 
     def _blocks(self) -> Iterator[CrossingBlock]:
         return (layer for layer in self.layers if isinstance(layer, CrossingBlock))
 
     def _decode(self, inputs: Tensor, positions: Tensor, rows: DecoderRows) -> Tensor:
-        x = self.embed_tokens(inputs, rows.own.adapter_rows) + self.embed_positions(positions)
+        x = self.embed_tokens(inputs, rows.own.adapter_rows)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
         for layer in self.layers:
             x = layer(x, positions, rows)
-        hidden: Tensor = self.layer_norm(x)
+        hidden: Tensor = x if self.layer_norm is None else self.layer_norm(x)
         return hidden
 
-    def _store(self, encoded: Tensor, step: StepContext) -> None:
-        """Write the cache of rows [M] of encoders' output; rows without an embedding count as 0."""
-        slots = step.metadata(0, AttentionMetadata).slot_mapping
-        weight = self.embed_positions.weight
-        values = torch.zeros(len(slots), weight.shape[1], dtype=weight.dtype, device=weight.device)
-        if step.media is not None:
-            values[step.media.rows] = step.media.values.to(weight.dtype)
-        of_rows = StepContext((), None if step.adapter_rows is None else step.adapter_rows[encoded])
+    def _store(self, step: StepContext) -> None:
+        """Write the cache of the step's rows of encoders' output; positions up to P without a row are never read."""
+        media, adapters = step.media, step.adapter_rows
+        assert media is not None, "the caller has asked"
+        slots = step.metadata(0, AttentionMetadata).slot_mapping[media.rows]
+        values = media.values.to(self.dtype)
+        of_rows = StepContext((), None if adapters is None else adapters[media.rows])
         for layer in self._blocks():
-            layer.store(values[encoded], slots[encoded], of_rows)
+            layer.store(values, slots, of_rows)
+
+
+class LogitsBias(Layer):
+    """Bias of logits that a checkpoint stores apart from the head, as [1, V]."""
+
+    weight: Tensor
+
+    def __init__(self, *, vocab_size: int, name: str) -> None:
+        super().__init__(name)
+        self.weight = parameter(vocab_size, dtype=torch.float32)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        part = TensorPart.all(self.weight.shape)
+        yield names[0], Slot(self.weight, "zeros", replace(part, stored=(1, *self.weight.shape)))
 
 
 class EncoderDecoder(CausalLM):
     """Decoder with its output head; the encoder is a tower of `quire.multimodal`."""
 
     takes_media = True
+    also_tables = ("model.embed_tokens", "lm_head", "model.encoder.embed_tokens", "encoder.embed_tokens")
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
-        names = config.arch.names
+        arch = config.arch
+        names = arch.names
         self.merged, self.renamed, self.unused = names.merged, names.renamed, names.unused
         self.model = CrossingDecoder(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.embed_tokens, f"{prefix}lm_head")
+        self.multiplier = arch.logits_multiplier
+        self.final_logits_bias = (
+            LogitsBias(vocab_size=arch.vocab_size, name=f"{prefix}{LOGITS_BIAS}")
+            if arch.logits_bias
+            else None
+        )
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         hidden: Tensor = self.model(inputs, positions, step)
         return hidden
+
+    def compute_logits(
+        self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
+    ) -> Tensor:
+        if self.multiplier != 1.0:
+            hidden = hidden * self.multiplier
+        logits = super().compute_logits(hidden, adapter_rows, num_added)
+        if self.final_logits_bias is not None:
+            logits[:, : len(self.final_logits_bias.weight)] += self.final_logits_bias.weight
+        return logits

@@ -78,9 +78,17 @@ _USUAL: Mapping[str, Any] = {
 """Defaults of transformers' config classes: if config.json has them, they carry no information."""
 
 
-def read_generation_config(directory: Path) -> dict[str, float]:
+_OF_DECODERS = frozenset(
+    {"num_beams", "length_penalty", "min_length", "max_length", "no_repeat_ngram_size", "bad_words_ids"}
+    | {"forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"}
+)
+"""Keys that `quire.seq2seq.settings` reads."""
+
+
+def read_generation_config(directory: Path, *, has_encoder: bool = False) -> dict[str, float]:
     """Return the default sampling parameters in a directory's generation_config.json.
 
+    Keys that the prompts and searches of a model that `has_encoder` of text follow are not reported as left out.
     Without that file those of config.json are used, where files from before 2023 have them, as in transformers.
 
     Raises:
@@ -89,7 +97,12 @@ def read_generation_config(directory: Path) -> dict[str, float]:
     file = generation_file(directory)
     if not has_file(directory / GENERATION):
         file = _of_config(directory)
-    ignored = [key for key, neutral in _NOT_DONE.items() if key in file and file.get(key) not in neutral]
+    done = _OF_DECODERS if has_encoder else frozenset()
+    ignored = [
+        key
+        for key, neutral in _NOT_DONE.items()
+        if key in file and file.get(key) not in neutral and key not in done
+    ]
     if ignored:
         shown = ", ".join(f"{key} = {json.dumps(file.get(key)):.100}" for key in ignored)
         logger.warning("%s: not applied, requests say it themselves: %s", file.where, shown)

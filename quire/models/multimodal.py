@@ -39,6 +39,8 @@ head.
 """
 _AXES = ("frames", "rows", "columns")
 MAX_ENCODER_LENGTH = 2**20
+T5_TOKENS = 2048
+"""Longest input of T5's encoder, and longest output; its config has no limit, and it was trained with 512 or 1024."""
 _MEDIA = ("image", "video", "audio")  # keys such as image_token_id, or image_token_index in older files
 _SIZES = (
     "vocab_size",
@@ -71,8 +73,10 @@ class Wrapper:
     others: tuple[str, ...] = field(default=("vision_tower", "multi_modal_projector"))
     inside: Mapping[str, str] = field(default_factory=lambda: _INSIDE)
     """See `Multimodal.inside`."""
-    encoder_length: str = ""
-    """Key of the number of rows that the encoder gives to cross-attention; empty: there is no cross-attention."""
+    encoder_length: str | int = ""
+    """Key of the most rows that the encoder gives to cross-attention, or their number; empty: there is no such."""
+    reads_text: bool = False
+    """The encoder reads text; the decoder then has as many positions at most."""
 
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
@@ -92,14 +96,35 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "qwen3": _QWEN3,
     "qwen3_vl_text": WrappedLanguageModel("Qwen3ForCausalLM", interleaved=True),
     "qwen3_5_text": WrappedLanguageModel("Qwen3_5ForCausalLM", interleaved=True),
+    "bart": WrappedLanguageModel("BartDecoder"),
+    "m2m_100": WrappedLanguageModel("M2M100Decoder"),
+    "marian": WrappedLanguageModel("MarianDecoder"),
+    "mbart": WrappedLanguageModel("MBartDecoder"),
+    "mt5": WrappedLanguageModel("T5Decoder"),
+    "pegasus": WrappedLanguageModel("PegasusDecoder"),
+    "t5": WrappedLanguageModel("T5Decoder"),
+    "umt5": WrappedLanguageModel("UMT5Decoder"),
     "whisper": WrappedLanguageModel("WhisperDecoder"),
     "qwen3_5_moe_text": WrappedLanguageModel("Qwen3_5MoeForCausalLM", interleaved=True),
 }
 """Language models by `model_type`. In text, the three position ids of Qwen's vision models are equal."""
 
+_DECODER = {
+    "model.decoder.": "model.",
+    "decoder.": "model.",
+    "model.shared.": "model.shared.",
+    "shared.": "model.shared.",
+}
+
+
+def _translator(architecture: str, models: str, length: str | int = "max_position_embeddings") -> Wrapper:
+    return Wrapper(architecture, models, ("encoder",), _DECODER, length, reads_text=True)
+
+
 WRAPPERS: dict[str, Wrapper] = {
     row.architecture: row
     for row in (
+        _translator("BartForConditionalGeneration", "BART, BART-CNN, DistilBART"),
         Wrapper("Gemma3ForConditionalGeneration", "Gemma 3 4B, 12B and 27B, MedGemma"),
         Wrapper(
             "Gemma3nForConditionalGeneration",
@@ -119,7 +144,12 @@ WRAPPERS: dict[str, Wrapper] = {
             ("vision_model", "multi_modal_projector"),
         ),
         Wrapper("LlavaForConditionalGeneration", "LLaVA 1.5, Pixtral 12B in the form of transformers"),
+        _translator("M2M100ForConditionalGeneration", "M2M-100, NLLB-200"),
+        _translator("MarianMTModel", "OPUS-MT and Tatoeba, by Marian"),
+        _translator("MBartForConditionalGeneration", "mBART, mBART-50"),
         Wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2, Magistral, Ministral 3"),
+        _translator("MT5ForConditionalGeneration", "mT5", T5_TOKENS),
+        _translator("PegasusForConditionalGeneration", "Pegasus"),
         Wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", ("visual",)),
         Wrapper("Qwen2VLForConditionalGeneration", "Qwen 2 VL", ("visual",)),
         Wrapper("Qwen3_5ForConditionalGeneration", "Qwen 3.5", ("visual",)),
@@ -130,6 +160,8 @@ WRAPPERS: dict[str, Wrapper] = {
             "SmolVLM, SmolVLM 2 256M to 2.2B",
             ("vision_model", "connector"),
         ),
+        _translator("T5ForConditionalGeneration", "T5, T5 1.1, Flan-T5", T5_TOKENS),
+        _translator("UMT5ForConditionalGeneration", "UMT5", T5_TOKENS),
         Wrapper(
             "WhisperForConditionalGeneration",
             "Whisper tiny to large-v3-turbo, Distil-Whisper",
@@ -169,6 +201,7 @@ def language_model_of(
     others = "|".join(wrapper.others)
     unused = (rf"^(model\.)*({others})(\.|$)",)
     eyes = config.child("vision_config")
+    length = _encoder_length(config, wrapper.encoder_length)
     part_of = Multimodal(
         architecture,
         wrapper.inside,
@@ -179,9 +212,17 @@ def language_model_of(
         LANGUAGE_MODELS[kind].interleaved,
         eyes.number("tokens_per_second", 1.0),
         len(eyes.get("deepstack_visual_indexes") or ()),
-        config.integer(wrapper.encoder_length, high=MAX_ENCODER_LENGTH) if wrapper.encoder_length else 0,
+        length,
+        wrapper.reads_text,
+        length if wrapper.reads_text else 0,
     )
     return with_kind_renamed(alone, {"mrope": "default"}), part_of
+
+
+def _encoder_length(config: JsonObject, said: str | int) -> int:
+    if isinstance(said, int):
+        return said
+    return config.integer(said, 1024, high=MAX_ENCODER_LENGTH) if said else 0
 
 
 def _sections(text: JsonObject) -> tuple[int, ...]:

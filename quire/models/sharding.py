@@ -15,7 +15,7 @@ from quire.layers.activation import XIELU
 from quire.layers.altup import AltUp, GaussianTop, Scale
 from quire.layers.attention import Attention, Sinks, TemperatureTuning
 from quire.layers.base import Module
-from quire.layers.bidirectional_attention import BidirectionalAttention, RelativeBias
+from quire.layers.bidirectional_attention import BidirectionalAttention
 from quire.layers.embedding import (
     PositionEmbedding,
     SinusoidalEmbedding,
@@ -41,6 +41,7 @@ from quire.layers.mamba import (
 )
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import EachHeadLayerNorm, HeadRMSNorm, LayerNorm, PerHeadLinear, RMSNorm, SharedRMSNorm
+from quire.layers.relative_bias import RelativeBias
 from quire.layers.rotary import RotaryEmbedding, Unrotated
 from quire.layers.rwkv7 import ChannelMix, TimeMix, TokenShift, VectorRows
 from quire.layers.self_attention import (

@@ -255,6 +255,7 @@ def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict
     slots = model.checkpoint_slots()
     prefix = _missing_prefix(model, files)
     moved = _table_from_head(model, files, slots) or {"lm_head.weight": _head_name(model)}
+    moved |= _table_elsewhere(model, files, slots)
     sources: dict[str, _Source] = {}
 
     def called(own_name: str) -> str:
@@ -295,7 +296,7 @@ def _table_from_head(
 ) -> dict[str, str]:
     """Map a stored head to the token embedding's name if the two are tied and only the head is stored."""
     head, stored = _head_name(model), {name for file in files for name in file.tensors}
-    if not model.config.arch.tie_word_embeddings or head not in stored or head in slots:
+    if not model.config.arch.tie_word_embeddings or head not in stored or head in slots or model.also_tables:
         return {}
     tables = [
         f"{name}.weight"
@@ -305,6 +306,20 @@ def _table_from_head(
     ]
     is_stored = any(name in stored or name.removeprefix(model.base_prefix) in stored for name in tables)
     return {} if is_stored or len(tables) != 1 else {head: tables[0]}
+
+
+def _table_elsewhere(
+    model: CausalLM, files: Sequence[TensorFile], slots: Mapping[str, list[Slot]]
+) -> dict[str, str]:
+    """Map the stored one of the model's `also_tables` to the token embedding's name, unless that is stored."""
+    if not model.also_tables:
+        return {}
+    stored = {name for file in files for name in file.tensors}
+    tables = (names[0] for names, layer in model.checkpoint_layers() if isinstance(layer, VocabEmbedding))
+    table = f"{next(tables)}.weight"
+    others = (f"{name}.weight" for name in model.also_tables)
+    found = next((name for name in others if name in stored and name not in slots), None)
+    return {} if found is None or table in stored else {found: table}
 
 
 def _as_taken(info: TensorInfo, slots: list[Slot]) -> TensorInfo:

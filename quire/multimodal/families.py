@@ -14,7 +14,8 @@ class Family:
     """Classes of one family, as "module:Class".
 
     Args:
-        processor: subclass of `quire.multimodal.processors.base.Processor`; numpy and Pillow only.
+        processor: subclass of `quire.multimodal.processors.base.Processor`; numpy and Pillow only. Empty if the tower
+            reads text.
         tower: computes embeddings from the processor's arrays; empty if none is implemented.
         images: how an image becomes placeholders, for the docs.
     """
@@ -30,7 +31,10 @@ _QWEN = f"{_PROCESSORS}.qwen_vl:QwenVLProcessor"
 _QWEN_IMAGES = "one run of rows x columns / 4 patches, between vision markers"
 _TILES = "tiles with markers of row and column, the whole image last"
 
+_BART, _T5 = Family("", f"{_TOWERS}.text:BartTower"), Family("", f"{_TOWERS}.text:T5Tower")
+
 FAMILIES: dict[str, Family] = {
+    "BartForConditionalGeneration": _BART,
     "Gemma3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.gemma3:Gemma3Processor",
         f"{_TOWERS}.vit:Gemma3Tower",
@@ -49,11 +53,16 @@ FAMILIES: dict[str, Family] = {
         f"{_TOWERS}.vit:LlavaTower",
         images="one run of fixed length; rows with breaks for Pixtral",
     ),
+    "M2M100ForConditionalGeneration": _BART,
+    "MarianMTModel": _BART,
+    "MBartForConditionalGeneration": _BART,
     "Mistral3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.pixtral:PixtralProcessor",
         f"{_TOWERS}.pixtral:Mistral3Tower",
         images="rows of patches, each ended by a break token",
     ),
+    "MT5ForConditionalGeneration": _T5,
+    "PegasusForConditionalGeneration": _BART,
     "Qwen2VLForConditionalGeneration": Family(_QWEN, f"{_TOWERS}.qwen_vl:QwenVLTower", images=_QWEN_IMAGES),
     "Qwen2_5_VLForConditionalGeneration": Family(
         _QWEN, f"{_TOWERS}.qwen_vl:Qwen25VLTower", images=_QWEN_IMAGES
@@ -66,6 +75,8 @@ FAMILIES: dict[str, Family] = {
     "SmolVLMForConditionalGeneration": Family(
         f"{_PROCESSORS}.idefics3:Idefics3Processor", f"{_TOWERS}.vit:Idefics3Tower", images=_TILES
     ),
+    "T5ForConditionalGeneration": _T5,
+    "UMT5ForConditionalGeneration": _T5,
     "WhisperForConditionalGeneration": Family(
         "quire.multimodal.towers.whisper:Spectrograms", f"{_TOWERS}.whisper:WhisperTower"
     ),

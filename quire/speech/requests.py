@@ -76,7 +76,7 @@ class Ask:
 def prompt_of(words: SpeechVocabulary, audio: WindowAudio, decoder_ids: Sequence[int]) -> TokensPrompt:
     """Return the prompt: positions of the encoder's output, then the decoder's ids."""
     size = words.num_encoded
-    item = MediaItem(audio.digest, "audio", 0, size, [(0, size)], audio.path)
+    item = MediaItem(audio.digest, "audio", 0, size, [(0, words.num_frames // 2)], audio.path)
     return TokensPrompt(
         prompt_token_ids=[*[words.end] * size, *decoder_ids], media=[item], leases=list(audio.leases)
     )

@@ -101,7 +101,7 @@ PRESENT: Mapping[str, Mapping[str, str]] = {
 
 ALL = "*"
 _SHUTDOWN = "call LLM.shutdown(), which releases everything"
-_NO_PAIRS = "models with an encoder and a decoder are not supported"
+_NO_PAIRS = "prompts with an encoder's and a decoder's part are EncoderDecoderPrompt"
 _DICT = "give the option as a dict"
 _TOOLS = "a format is an entry point of the group quire.tool_formats (docs/plugins.md)"
 _REASONING = "a format is an entry point of the group quire.reasoning_formats (docs/plugins.md)"
@@ -148,7 +148,7 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
     "quire.envs": {ALL: "variables of quire begin with QUIRE_ (docs/configuration.md)"},
     "quire.forward_context": {ALL: _LAYERS},
     "quire.inputs": {
-        "ExplicitEncoderDecoderPrompt": _NO_PAIRS,
+        "ExplicitEncoderDecoderPrompt": "it is EncoderDecoderPrompt",
         "zip_enc_dec_prompts": _NO_PAIRS,
         "to_enc_dec_tuple_list": _NO_PAIRS,
     },

@@ -169,6 +169,7 @@ def gather_inputs(batch: InputBatch, layout: StepLayout) -> StepInputs:
             token_types=gather_token_types(batch, layout),
             media=None if media is None else media.rows,
             rope_positions=None if media is None else media.rope_positions,
+            encoded_lens=None if media is None else media.encoded_lens,
         ),
     )
 

@@ -83,6 +83,8 @@ class StepMedia(NamedTuple):
     """[3, T] int64, see `StepContext`."""
     last_seen: Tensor | None
     """[T] int32, see `AttentionMetadata`."""
+    encoded_lens: Tensor | None
+    """[R] int32, see `StepContext`."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> StepMedia:
         """Return the same with tensors that `move` returns."""
@@ -99,7 +101,13 @@ class StepMedia(NamedTuple):
             return replace(own, last_seen=self.last_seen) if isinstance(own, AttentionMetadata) else own
 
         groups = tuple(map(seeing, step.groups))
-        return replace(step, groups=groups, media=self.rows, rope_positions=self.rope_positions)
+        return replace(
+            step,
+            groups=groups,
+            media=self.rows,
+            rope_positions=self.rope_positions,
+            encoded_lens=self.encoded_lens,
+        )
 
 
 def rope_positions(
@@ -155,6 +163,7 @@ class MediaBatch:
         has_axes: tokens are rotated by frame, row and column.
         max_position: positions that can be rotated.
         tokens_per_second: positions per second of a video.
+        encodes: the first item of a request is an encoder's output, and later tokens count from 0.
     """
 
     def __init__(
@@ -167,6 +176,7 @@ class MediaBatch:
         has_axes: bool = False,
         max_position: int,
         tokens_per_second: float = 1.0,
+        encodes: bool = False,
     ) -> None:
         self._source = source
         self._hidden_size = hidden_size
@@ -177,6 +187,7 @@ class MediaBatch:
         self._rows: dict[int, _RowMedia] = {}
         self.deltas: Positions = np.zeros(max_num_seqs, dtype=np.int64)
         """[S] rotary position minus position in the cache, of a row's tokens behind its media."""
+        self._encoded_lens = np.zeros(max_num_seqs, dtype=np.int32) if encodes else None
 
     def why_unusable(self, request: NewRequestData) -> str | None:
         """Return why the media of a request cannot be used, or None.
@@ -224,6 +235,8 @@ class MediaBatch:
         rope = None
         if self._has_axes:
             rope, self.deltas[row] = self._rope_of(request)
+        if self._encoded_lens is not None:
+            self.deltas[row], self._encoded_lens[row] = -request.media[0].end, request.media[0].num_embeddings
         self._rows[row] = _RowMedia(request.media, [each for each in found if each is not None], rope)
 
     def _rope_of(self, request: NewRequestData) -> tuple[Positions, int]:
@@ -232,11 +245,13 @@ class MediaBatch:
     def remove_request(self, row: int) -> None:
         """Drop the media of a row."""
         self.deltas[row] = 0
+        if self._encoded_lens is not None:
+            self._encoded_lens[row] = 0
         self._rows.pop(row, None)
 
     def are_in(self, layout: Layout) -> bool:
         """Return whether media determine anything of a step; if not, it is as without them but for the deltas."""
-        return any(
+        return self._encoded_lens is not None or any(
             start < self._rows[row].end
             for row, start in zip(layout.rows.tolist(), layout.starts.tolist(), strict=True)
             if row in self._rows
@@ -246,7 +261,8 @@ class MediaBatch:
         """Return what media add to a step, on the host; None: nothing."""
         if not self._rows or not self.are_in(layout):
             return None
-        return StepMedia(self._media_rows(layout), self._rope(layout), self._last_seen(layout))
+        lens = None if self._encoded_lens is None else torch.from_numpy(self._encoded_lens[layout.rows])
+        return StepMedia(self._media_rows(layout), self._rope(layout), self._last_seen(layout), lens)
 
     def _media_rows(self, layout: Layout) -> MediaRows | None:
         """Return the embeddings of a step's tokens; values of items without DeepStack count as 0 there."""

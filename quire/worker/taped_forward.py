@@ -125,7 +125,8 @@ class TapedForward:
 def has_media(step: StepContext) -> bool:
     """Return whether images or other media determine something of the step that no graph reads."""
     sees_ahead = any(isinstance(own, AttentionMetadata) and own.last_seen is not None for own in step.groups)
-    return step.media is not None or step.rope_positions is not None or sees_ahead
+    others = (step.media, step.rope_positions, step.encoded_lens)
+    return sees_ahead or any(each is not None for each in others)
 
 
 def _size_of(inputs: StepInputs) -> StepSize:

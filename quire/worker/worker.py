@@ -332,6 +332,7 @@ class Worker:
             has_axes=whole is not None and bool(whole.rope_sections),
             max_position=self._config.model.max_model_len,
             tokens_per_second=1.0 if whole is None else whole.tokens_per_second,
+            encodes=whole is not None and whole.encoder_length > 0,
         )
 
     @property

@@ -258,6 +258,7 @@ def paged_attention(dtype: torch.dtype) -> Iterator[Arguments]:
         {"soft_cap": 3.0},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
         {"attention_chunk": 7, "sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
+        {"relative_bias": randn(4, 2 * 40 - 1)},
     ]
     for batch in BATCHES:
         for feature in features:

@@ -33,6 +33,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": 1.0},
     "all": {"sliding_window": 33, "soft_cap": 4.0, "alibi_slopes": 0.1},
     "chunk and sinks": {"attention_chunk": 33, "sinks": 3.0},
+    "bias": {"relative_bias": 2048},
 }
 
 
@@ -49,6 +50,9 @@ class Shape:
         options = dict(FEATURES[feature])
         for name in options.keys() & {"alibi_slopes", "sinks"}:
             options[name] = options[name] / torch.arange(1, self.q_heads + 1)
+        if "relative_bias" in options:
+            numbers = torch.arange(self.q_heads * (2 * options["relative_bias"] - 1))
+            options["relative_bias"] = (3 * (numbers * 0.7).sin()).view(self.q_heads, -1)
         return options
 
 

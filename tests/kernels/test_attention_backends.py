@@ -29,6 +29,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 6},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
     "chunk": {"attention_chunk": 7},
+    "bias": {"relative_bias": torch.linspace(-2, 2, 4 * 79).sin().view(4, 79)},
     "both": {"sliding_window": 18, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
 }
 BATCHES = [[], [(1, 9), (1, 33), (1, 16)], [(5, 5), (1, 20), (17, 40), (0, 3)]]
@@ -70,6 +71,7 @@ MEANINGLESS: list[tuple[dict[str, Any], str]] = [
     ({"attention_chunk": 4, "sliding_window": 4}, "not both"),
     ({"sinks": torch.ones(3)}, r"sinks must be floats \[4\] on cpu; they are torch.float32 \[3\]"),
     ({"alibi_slopes": torch.ones(4).int()}, r"they are torch.int32 \[4\]"),
+    ({"relative_bias": torch.ones(4, 8)}, r"relative_bias must be float32 \[4, 2 \* P - 1\]"),
     ({"alibi_slopes": torch.ones(4, device="meta")}, "on meta"),
 ]
 
@@ -215,3 +217,14 @@ def test_no_plug_in_is_imported_before_it_is_named(offer: Offer) -> None:
     offer(BACKENDS.group, "x=no.such.module:X")
     assert "x" in known_backends()
     resolve_backend("reference", CPU)
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_request_without_biases_for_its_length_is_refused(name: str) -> None:
+    if name == "cpu" and library.loaded() is None:
+        pytest.skip(library.status())
+    attend = resolve_backend(name, CPU)[1].load(CPU)
+    metadata = make_metadata([(1, 20)], block_size=8, num_blocks=16)
+    args = (randn(1, 4, 24), *written_caches(metadata, torch.float32), metadata, 24**-0.5)
+    with pytest.raises(IndexError, match="biases for 19"):
+        attend(*args, relative_bias=torch.zeros(4, 37))

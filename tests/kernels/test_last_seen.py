@@ -23,6 +23,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "cap and window": {"sliding_window": 33, "soft_cap": 4.0},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
     "sinks": {"sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
+    "bias": {"relative_bias": torch.linspace(-2, 2, 4 * 599).sin().view(4, 599)},
 }
 BATCHES = [[(9, 9)], [(5, 5), (1, 20), (17, 40), (0, 3)], [(300, 300), (7, 130), (1, 65)]]
 

@@ -58,6 +58,9 @@ def attend(sequences: list[Sequence], chunks: list[tuple[int, int]], **features:
     return list(out.split([len(q) for q in queries]))
 
 
+BIAS = torch.linspace(-3, 3, 6 * 25).sin().view(6, 25)
+
+
 def by_definition(
     s: Sequence,
     window: int | None = None,
@@ -65,6 +68,7 @@ def by_definition(
     cap: float | None = None,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attention of every position by the formula in the op's docstring, one query, head and key at a time."""
     out = torch.zeros_like(s.q)
@@ -77,6 +81,8 @@ def by_definition(
             scores = scores if cap is None else cap * torch.tanh(scores / cap)
             if slopes is not None:
                 scores = scores - slopes[h] * torch.tensor([float(i - j) for j in keys])
+            if bias is not None:
+                scores = scores + torch.stack([bias[h, bias.shape[1] // 2 + j - i] for j in keys])
             if sinks is not None:
                 scores = torch.cat((scores, sinks[h : h + 1]))
             out[i, h] = scores.softmax(0)[: len(keys)] @ s.v[keys.start : i + 1, head]
@@ -102,6 +108,7 @@ def test_paged_attention_equals_contiguous_sdpa(length: int) -> None:
         ({"sliding_window": 4, "soft_cap": 2.0}, {"window": 4, "cap": 2.0}),
         ({"attention_chunk": 4}, {"chunk": 4}),
         ({"sinks": torch.arange(6) - 2.0}, {"sinks": torch.arange(6) - 2.0}),
+        ({"relative_bias": BIAS, "soft_cap": 2.0}, {"bias": BIAS, "cap": 2.0}),
     ],
 )
 def test_paged_attention_equals_its_definition(features: dict[str, Any], definition: dict[str, Any]) -> None:

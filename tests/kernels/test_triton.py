@@ -102,6 +102,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "soft cap": {"soft_cap": 3.0},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
     "all": {"sliding_window": 18, "soft_cap": 3.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
+    "bias": {"relative_bias": torch.linspace(-2, 2, 4 * 79).sin().view(4, 79), "soft_cap": 3.0},
     "chunk and sinks": {"attention_chunk": 7, "sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
 }
 DECODE = attention.decode_shape(2, 24)
@@ -127,7 +128,7 @@ def attend(shapes: str) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("dtype", quick(DTYPES, [torch.float16]), ids=str)
-@pytest.mark.parametrize("feature", quick(FEATURES, ("plain", "all", "chunk and sinks")))
+@pytest.mark.parametrize("feature", quick(FEATURES, ("plain", "all", "bias", "chunk and sinks")))
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_attention(shape: str, feature: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

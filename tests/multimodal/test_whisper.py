@@ -63,7 +63,7 @@ def sound(path: Path, seed: int, frames: int = 2 * LENGTH) -> tuple[torch.Tensor
     file = path / f"sound-{seed}-{frames}.safetensors"
     save_file({"input_features": features}, file)
     digest = hashlib.sha256(file.name.encode()).digest()
-    return features, MediaItem(digest, "audio", 0, POSITIONS, [(0, POSITIONS)], str(file))
+    return features, MediaItem(digest, "audio", 0, POSITIONS, [(0, LENGTH)], str(file))
 
 
 def prompt_of(item: MediaItem, forced: list[int] = FORCED) -> TokensPrompt:
@@ -149,7 +149,7 @@ def test_prompt_without_a_sound_at_its_start_is_refused(
     if start is not None:
         _, item = sound(checkpoint[0], 0)
         moved = msgspec.structs.replace(
-            item, start=start, end=start + POSITIONS, runs=[(start, start + POSITIONS)]
+            item, start=start, end=start + POSITIONS, runs=[(start, start + LENGTH)]
         )
         prompt = TokensPrompt(prompt_token_ids=[0] * (POSITIONS + 4), media=[moved])
     with pytest.raises(ValidationError, match="begins with one sound in its first 64 positions"):
@@ -157,5 +157,5 @@ def test_prompt_without_a_sound_at_its_start_is_refused(
 
 
 def test_block_size_that_does_not_divide_is_refused(checkpoint: tuple[Path, Any]) -> None:
-    with pytest.raises(StartupError, match="must divide the 64 positions"):
+    with pytest.raises(StartupError, match="must divide 64"):
         LLM(str(checkpoint[0]), skip_tokenizer_init=True, dtype="float32", block_size=128)

@@ -65,7 +65,16 @@ async def completion_prompts(
     if embeds:
         tokenize = server.engine.input_processor.tokenize
         tokenized = [*await beside_loop(sum(map(len, embeds)), _read_embeds, tokenize, embeds), *tokenized]
-    return [with_options(prompt, request) for prompt in tokenized]
+    return [_with_languages(with_options(prompt, request), request) for prompt in tokenized]
+
+
+def _with_languages(prompt: TokensPrompt, request: CompletionRequest) -> TokensPrompt:
+    """Add the languages of a translation, which the model's input processor checks."""
+    if request.source_language is not None:
+        prompt["source_language"] = request.source_language
+    if request.target_language is not None:
+        prompt["target_language"] = request.target_language
+    return prompt
 
 
 def num_sequences(request: CompletionRequest) -> int:

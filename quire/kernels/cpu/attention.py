@@ -168,6 +168,7 @@ def paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> Tensor:
     op = "paged_attention"
     code = dtype_code(op, "q", q)
@@ -178,7 +179,7 @@ def paged_attention(
         raise ValueError(
             f"{op}: q is {describe(q)}; its heads must be a multiple of the cache's {heads}, its head size of 8"
         )
-    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
+    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks, relative_bias)
     check_last_seen(metadata, len(q), attention_chunk)
     starts, lengths, tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_tables
     slopes, sink_scores = (of_heads(numbers) for numbers in (alibi_slopes, sinks))
@@ -187,12 +188,15 @@ def paged_attention(
     last_seen = NOTHING if metadata.last_seen is None else metadata.last_seen
     if metadata.last_seen is not None:
         check_array(op, "last_seen", last_seen, torch.int32, (tokens,))
-    tensors = (out, q, k_cache, v_cache, starts, lengths, tables, slopes, sink_scores, last_seen)
+    biases = NOTHING if relative_bias is None else relative_bias.contiguous()
+    center = 0 if relative_bias is None else relative_bias.shape[1] // 2
+    tensors = (out, q, k_cache, v_cache, starts, lengths, tables, slopes, sink_scores, last_seen, biases)
     sizes = (tokens, requests, width, q_heads, *strides, cache.blocks, heads, cache.block_size, size)
     window = (attention_chunk or sliding_window or 0, int(attention_chunk is not None))
-    refused = call(op, tensors, *sizes, *window, scale, soft_cap or 0.0, code, cache.code)
+    refused = call(op, tensors, *sizes, *window, center, scale, soft_cap or 0.0, code, cache.code)
     if refused:
-        raise IndexError(bad_request(op, metadata, refused - 1, cache.blocks))
+        biased = "" if relative_bias is None else f" or biases for {center + 1} tokens"
+        raise IndexError(bad_request(op, metadata, refused - 1, cache.blocks) + biased)
     return out
 
 

@@ -82,8 +82,8 @@ SIGNATURES: dict[str, tuple[str, str]] = {
         "qqqqqqqqqqqqqqqdqqq",
     ),
     "paged_attention": (
-        "out q k_cache v_cache query_start_loc seq_lens block_tables alibi_slopes sinks last_seen",
-        "qqqqqqqqqqqqddqq",
+        "out q k_cache v_cache query_start_loc seq_lens block_tables alibi_slopes sinks last_seen relative_bias",
+        "qqqqqqqqqqqqqddqq",
     ),
     "bidirectional_attention": (
         "out q k v query_start_loc seq_lens alibi_slopes relative_bias",

@@ -98,6 +98,7 @@ def paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> Tensor:
     """See `ops.paged_attention`; uses the fastest shapes for the batch."""
     group = q.shape[1] // k_cache.shape[1]
@@ -114,6 +115,7 @@ def paged_attention(
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        relative_bias=relative_bias,
     )
 
 
@@ -129,6 +131,7 @@ def invariant_paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> Tensor:
     """Compute `paged_attention` with the same bits in every batch and chunking."""
     group = q.shape[1] // k_cache.shape[1]
@@ -145,6 +148,7 @@ def invariant_paged_attention(
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        relative_bias=relative_bias,
     )
 
 
@@ -167,11 +171,12 @@ def attend(
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> Tensor:
     """Launch requests with one query in the first shape, others in the second; only launches that the batch may
     need.
     """
-    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
+    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks, relative_bias)
     check_last_seen(metadata, len(q), attention_chunk)
     only_decodes, num_requests = is_decode(q, metadata), len(metadata.seq_lens)
     # Padding rows are not written, unless each row has a request.
@@ -190,6 +195,7 @@ def attend(
         soft_cap,
         alibi_slopes,
         sinks,
+        relative_bias,
     )
     apart = num_requests > 1 or only_decodes
     if apart:
@@ -212,11 +218,12 @@ class _Call(NamedTuple):
     soft_cap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    relative_bias: Tensor | None
 
 
 def _launch(call: _Call, out: Tensor, shape: Shape, fewest_queries: int) -> None:
     """Write the rows of the requests for this shape with at least `fewest_queries` queries."""
-    q, k_cache, v_cache, metadata, scale, window, is_chunked, soft_cap, slopes, sinks = call
+    q, k_cache, v_cache, metadata, scale, window, is_chunked, soft_cap, slopes, sinks, biases = call
     (tokens, heads, head_size), (_, kv_heads, _, page) = q.shape, k_cache.shape
     num_requests, group = len(metadata.seq_lens), heads // kv_heads
     block_q = shape.block_m // group
@@ -232,13 +239,14 @@ def _launch(call: _Call, out: Tensor, shape: Shape, fewest_queries: int) -> None
     last_seen = None if shape.one_query else metadata.last_seen
     attention_kernels.attend[(kv_heads, blocks, num_programs)](
         out, parts, q, k_cache, v_cache, starts, lengths, metadata.block_tables, slopes, sinks, last_seen,
+        out if biases is None else biases.contiguous(), 0 if biases is None else biases.shape[1] // 2,
         num_requests, fewest_queries, scale, soft_cap or 0.0, window, shape.part_tokens, shape.most_parts, num_parts,
         q.stride(0), q.stride(1), metadata.block_tables.stride(0), *k_cache.stride(), *v_cache.stride(),
         HEAD=head_size, HEAD_TILE=head_tile, GROUP=group, PAGE=page,
         BLOCK_M=shape.block_m, BLOCK_Q=block_q, BLOCK_N=shape.block_n, ONE_QUERY=shape.one_query,
         PARTS=shape.part_tokens > 0, EVEN=shape.most_parts > 0,
-        HAS_CAP=soft_cap is not None, HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None,
-        HAS_WINDOW=window > 0, CHUNKED=is_chunked, HAS_LAST=last_seen is not None,
+        HAS_CAP=soft_cap is not None, HAS_SLOPES=slopes is not None, HAS_BIAS=biases is not None,
+        HAS_SINKS=sinks is not None, HAS_WINDOW=window > 0, CHUNKED=is_chunked, HAS_LAST=last_seen is not None,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if is_split:

@@ -134,14 +134,15 @@ def load_where(pointer, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def _scores(
-    query, key, distance, ahead, reach, slope, unit, scale, soft_cap,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_LAST: tl.constexpr,
-    MASKED: tl.constexpr,
+    query, key, distance, ahead, reach, slope, bias_row, center, unit, scale, soft_cap,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_LAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return scores, -inf for invisible keys: more than `ahead` [M] in the future, or farther than the query's reach
     [M].
 
-    query [M, D], key [D, N], distance [M, N]. Times the unit they are exponents of 2; with slopes they are not scaled.
+    query [M, D], key [D, N], distance [M, N]. Times the unit they are exponents of 2; with slopes or biases they are
+    not scaled.
     """
     score = tl.dot(query, key, input_precision="ieee")
     if HAS_CAP:
@@ -149,6 +150,11 @@ def _scores(
     if HAS_SLOPES:
         away = tl.abs(distance) if HAS_LAST else distance
         score = tl.fma(-(slope * LOG2_E)[:, None], away.to(tl.float32), score * unit)
+    if HAS_BIAS:
+        # Rows of no query, and keys that are hidden, may be out of the table.
+        known = (distance <= center) & (distance >= -center)
+        bias = tl.load(bias_row[:, None] + center - distance, mask=known, other=0.0)
+        score = tl.fma(bias, LOG2_E, score if HAS_SLOPES else score * unit)
     if MASKED:
         seen = distance >= (-ahead[:, None] if HAS_LAST else 0)
         if HAS_WINDOW:
@@ -159,11 +165,11 @@ def _scores(
 
 @triton.jit
 def _add_tile(
-    largest, total, mixed, tile, end, query, position, ahead, reach, slope, scale, soft_cap, table,
-    k_head, v_head, kc_block, kc_dim, kc_slot, vc_block, vc_slot, vc_dim,
+    largest, total, mixed, tile, end, query, position, ahead, reach, slope, bias_row, center, scale, soft_cap,
+    table, k_head, v_head, kc_block, kc_dim, kc_slot, vc_block, vc_slot, vc_dim,
     HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_LAST: tl.constexpr,
-    MASKED: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_LAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add one more tile of keys by online softmax; not MASKED if all of them exist and are visible to every query."""
     PADDED: tl.constexpr = MASKED or HEAD != HEAD_TILE
@@ -180,10 +186,10 @@ def _add_tile(
         distance = tl.where(known[None, :], distance, NEVER if HAS_LAST else -1)
     unit = (soft_cap if HAS_CAP else scale) * LOG2_E
     score = _scores(
-        query, key, distance, ahead, reach, slope, unit, scale, soft_cap,
-        HAS_CAP, HAS_SLOPES, HAS_WINDOW, HAS_LAST, MASKED,
+        query, key, distance, ahead, reach, slope, bias_row, center, unit, scale, soft_cap,
+        HAS_CAP, HAS_SLOPES, HAS_BIAS, HAS_WINDOW, HAS_LAST, MASKED,
     )  # fmt: skip
-    if HAS_SLOPES:
+    if HAS_SLOPES or HAS_BIAS:
         unit = 1.0
     new_largest = tl.maximum(largest, tl.max(score, 1) * unit)
     reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -238,13 +244,13 @@ def _result(largest, total, mixed, sinks, head, used, HAS_SINKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_requests", "fewest_queries", "most_parts", "parts_width"])
 def attend(
-    out, parts, q, k_cache, v_cache, starts, lengths, tables, slopes, sinks, last_seen,
+    out, parts, q, k_cache, v_cache, starts, lengths, tables, slopes, sinks, last_seen, biases, center,
     num_requests, fewest_queries, scale, soft_cap, window, part_tokens, most_parts, parts_width,
     q_token, q_head, table_width, kc_block, kc_head, kc_dim, kc_slot, vc_block, vc_head, vc_slot, vc_dim,
     HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, ONE_QUERY: tl.constexpr,
     PARTS: tl.constexpr, EVEN: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_LAST: tl.constexpr,
 ):  # fmt: skip
     """Attend a tile of queries. With ONE_QUERY, PARTS are written to `parts`; with more they are joined at once.
@@ -274,6 +280,7 @@ def attend(
     slope = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SLOPES:
         slope = tl.load(slopes + head, mask=row_used, other=0.0).to(tl.float32)
+    bias_row = biases + tl.where(row_used, head, 0) * (2 * center + 1)
     reach = position - _first_key(position, window, HAS_WINDOW, CHUNKED)
     ahead = _ahead(last_seen, token, row_used, position, HAS_LAST)
     table = tables + request.to(tl.int64) * table_width
@@ -314,9 +321,10 @@ def attend(
                 stage_begin, stage_end = plain_end, part_end
             for tile in range(stage_begin, stage_end, BLOCK_N):
                 largest, total, mixed = _add_tile(
-                    largest, total, mixed, tile, end, query, position, ahead, reach, slope, scale, soft_cap,
-                    table, k_head, v_head, kc_block, kc_dim, kc_slot, vc_block, vc_slot, vc_dim,
-                    HEAD, HEAD_TILE, PAGE, BLOCK_N, HAS_CAP, HAS_SLOPES, HAS_WINDOW, HAS_LAST, stage != 1,
+                    largest, total, mixed, tile, end, query, position, ahead, reach, slope, bias_row,
+                    center, scale, soft_cap, table, k_head, v_head,
+                    kc_block, kc_dim, kc_slot, vc_block, vc_slot, vc_dim,
+                    HEAD, HEAD_TILE, PAGE, BLOCK_N, HAS_CAP, HAS_SLOPES, HAS_BIAS, HAS_WINDOW, HAS_LAST, stage != 1,
                 )  # fmt: skip
         if SPLIT:
             # parts [R, Hq, parts_width, HEAD + 2]: the sum, its mass and its largest score.

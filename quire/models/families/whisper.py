@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from quire.config.arch import CheckpointNames, ModelArch, Multimodal
+from quire.config.arch import CheckpointNames, ModelArch, encoder_positions
 from quire.models.families.fields import (
     MAX_HEADS,
     MAX_WIDTH,
@@ -24,10 +24,7 @@ _KEYS = {
 
 
 def read_whisper(architecture: str, config: JsonObject) -> ModelArch:
-    """Layer norms before attention, cross-attention and a plain MLP; learned positions; biases but for keys.
-
-    Positions count from the start of the encoder's output, see `quire.models.encoder_decoder`.
-    """
+    """Layer norms before attention, cross-attention and a plain MLP; learned positions; biases but for keys."""
     config = either(config, _KEYS)
     heads = config.integer("num_attention_heads", high=MAX_HEADS)
     length = config.integer("max_source_positions", 1500, high=MAX_WIDTH)
@@ -40,8 +37,10 @@ def read_whisper(architecture: str, config: JsonObject) -> ModelArch:
         intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH),
         num_kv_heads=heads,
         head_dim=read_head_dim(config, heads),
-        max_position_embeddings=Multimodal("", {}, (), encoder_length=length).encoder_positions
+        max_position_embeddings=encoder_positions(length)
         + config.integer("max_target_positions", 448, high=MAX_WIDTH),
+        positions="learned",
+        key_bias=False,
         norm="layer",
         norm_eps=1e-5,
         tie_word_embeddings=config.flag("tie_word_embeddings", True),

@@ -161,7 +161,7 @@ def make_processor(architecture: str, model_dir: Path, options: Mapping[str, Any
         StartupError: as `Processor.from_files`.
     """
     family = FAMILIES.get(architecture)
-    if family is None:
+    if family is None or not family.processor:
         return None
     kind = import_place(family.processor)
     if not issubclass(kind, Processor):  # of sounds

@@ -43,6 +43,8 @@ _LEAST_ROWS = 16
 _MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "q_k_v": ("q", "k", "v"),
+    "wi_0_wi_1": ("wi_0", "wi_1"),
 }
 """Layers that hold several modules of a checkpoint."""
 
@@ -119,11 +121,13 @@ class Tower(CausalLM):
         """See `CausalLM.checkpoint_layers`."""
         for module in self.modules():
             if isinstance(module, Layer):
-                at, _, leaf = module.name.rpartition(".")
-                yield [f"{at}.{part}" for part in _MERGED.get(leaf, (leaf,))], module
+                at, dot, leaf = module.name.rpartition(".")
+                yield [f"{at}{dot}{part}" for part in _MERGED.get(leaf, (leaf,))], module
 
     def leaves_out(self, tensor_name: str) -> bool:
         """Return whether a tensor is the language model's, or one that the tower does not compute with."""
+        if tensor_name.removesuffix(".weight") in self.also_tables:
+            return True
         is_own = tensor_name.startswith(self.parts)
         return not is_own or any(re.search(pattern, tensor_name) for pattern in self.unused)
 

@@ -43,6 +43,10 @@ class BlockShape:
     qkv: str = "self_attn.qkv_proj"
     out: str = "self_attn.out_proj"
     mlp: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
+    norms_before: bool = (
+        True  # Norms come before attention and MLP; otherwise after the sums with their input.
+    )
+    scale: float | None = None  # Of scores; None: 1 / sqrt(head_dim).
 
 
 def tower_norm(config: EngineConfig, kind: str, size: int, eps: float, name: str) -> LayerNorm | RMSNorm:
@@ -54,7 +58,7 @@ def tower_norm(config: EngineConfig, kind: str, size: int, eps: float, name: str
 
 
 class TowerBlock(Module):
-    """`x + attention(norm(x))`, and then `x + mlp(norm(x))`."""
+    """`x + attention(norm(x))`, and then `x + mlp(norm(x))`, or each norm of such a sum."""
 
     def __init__(self, *, config: EngineConfig, shape: BlockShape, at: str) -> None:
         super().__init__()
@@ -113,11 +117,16 @@ class TowerBlock(Module):
         )
 
     def slices(
-        self, x: Tensor, metadata: GroupMetadata, angles: Tensor | None = None
+        self,
+        x: Tensor,
+        metadata: GroupMetadata,
+        angles: Tensor | None = None,
+        relative_bias: Tensor | None = None,
     ) -> Generator[None, None, Tensor]:
         """Compute x [n, C] -> [n, C]; sequences attend within themselves.
 
-        `angles` [n, D] are cosines and then sines by which heads are rotated; None: they are not.
+        `angles` [n, D] are cosines and then sines by which heads are rotated; None: they are not. `relative_bias` is as
+        `ops.bidirectional_attention` takes it.
         """
         shape = self.shape
         q, k, v = (x.new_empty(len(x), shape.heads, shape.head_dim) for _ in range(3))
@@ -126,10 +135,12 @@ class TowerBlock(Module):
             q[rows], k[rows], v[rows] = self._heads(x[rows], None if angles is None else angles[rows])
             yield
         attended = torch.empty_like(q)
+        scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         per_head = 4.0 * len(x) * metadata.max_seq_len * shape.head_dim
         for own in chunks(shape.heads, per_head, least=1):
+            bias = None if relative_bias is None else relative_bias[own]
             attended[:, own] = ops.bidirectional_attention(
-                q[:, own], k[:, own], v[:, own], metadata, shape.head_dim**-0.5
+                q[:, own], k[:, own], v[:, own], metadata, scale, relative_bias=bias
             )
             yield
         out = torch.empty_like(x)
@@ -139,7 +150,7 @@ class TowerBlock(Module):
         return out
 
     def _heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.qkv.heads(self.norm1(x), NO_STEP)
+        q, k, v = self.qkv.heads(self.norm1(x) if self.shape.norms_before else x, NO_STEP)
         if self.qk_norms is not None:
             q_norm, k_norm = self.qk_norms
             q = q_norm(q.flatten(1)).view(q.shape)
@@ -151,10 +162,13 @@ class TowerBlock(Module):
 
     def _rest(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self._scaled(self.out(attended, NO_STEP), 0)
-        inner = self.up(self.norm2(x), NO_STEP)
+        if not self.shape.norms_before:
+            x = self.norm1(x)
+        inner = self.up(self.norm2(x) if self.shape.norms_before else x, NO_STEP)
         if not self.shape.gated:
             inner = self.shape.activate(inner)
-        return x + self._scaled(self.down(inner, NO_STEP), 1)
+        x = x + self._scaled(self.down(inner, NO_STEP), 1)
+        return x if self.shape.norms_before else self.norm2(x)
 
     def _scaled(self, x: Tensor, which: int) -> Tensor:
         if self.scales is None:

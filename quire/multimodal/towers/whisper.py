@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoder of Whisper (Radford et al., 2022, arXiv:2212.04356): two convolutions and blocks over a log-mel spectrogram.
 
-Shapes: F frames of B mel bins, E = F / 2 rows of the output, P positions that it fills, C channels.
+Shapes: F frames of B mel bins, E = F / 2 rows of the output, C channels.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Spectrograms:
 
 
 class WhisperTower(Tower):
-    """Encoder with its final norm; there is no projection. Rows behind the output are 0, up to P."""
+    """Encoder with its final norm; there is no projection."""
 
     parts = ("encoder.",)
 
@@ -88,7 +88,7 @@ class WhisperTower(Tower):
         )
 
     def slices(self, arrays: Arrays) -> Slices:
-        """Compute [P, C] from `input_features` [1, B, F]."""
+        """Compute [E, C] from `input_features` [1, B, F]."""
         given = arrays[FEATURES]
         wanted = (1, self.bins, 2 * self.length)
         if given.shape != wanted:
@@ -101,10 +101,7 @@ class WhisperTower(Tower):
         for layer in self.layers:
             assert isinstance(layer, TowerBlock)
             x = yield from layer.slices(x, alone)
-        whole = self.config.arch.part_of
-        assert whole is not None, "a tower belongs to a model"
-        rest = whole.encoder_positions - self.length
-        return Embeddings(F.pad(self.norm(x), (0, 0, 0, rest)))
+        return Embeddings(self.norm(x))
 
     def _convolved(self, layer: PatchLinear, x: Tensor, stride: int) -> Tensor:
         """Convolve [K, F] with a kernel of three, padded by one -> activated [F / stride, N]."""

@@ -114,11 +114,16 @@ class EncoderStore:
             return "the model has no encoder for it"
         state = self._begun.get(item.digest)
         if state is None:
-            state = self._begun[item.digest] = self._tower.begin(self._floats(_read(item.path)))
+            state = self._begun[item.digest] = self._tower.begin(self._arrays(item))
         if not self._tower.advance(state):
             return None
         del self._begun[item.digest]
         return self._keep(item, self._tower.finish(state))
+
+    def _arrays(self, item: MediaItem) -> dict[str, NDArray[np.generic]]:
+        if item.kind == "text":
+            return {"token_ids": np.asarray(item.token_ids, dtype=np.int64)}
+        return self._floats(_read(item.path))
 
     def _floats(self, arrays: dict[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
         """Return what the tower takes of the arrays in a file."""

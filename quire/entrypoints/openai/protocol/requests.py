@@ -203,6 +203,9 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = None
+    # Language tokens of a translator, which is all that can tell which are right.
+    source_language: str | None = Field(None, min_length=1, max_length=64)
+    target_language: str | None = Field(None, min_length=1, max_length=64)
 
 
 class ToolFunction(RequestModel):

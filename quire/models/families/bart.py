@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders of BART (Lewis et al., 2019, arXiv:1910.13461) and its relatives: mBART (arXiv:2001.08210), Pegasus
+(arXiv:1912.08777), Marian (arXiv:1804.00344), and M2M-100 (arXiv:2010.11125) with NLLB (arXiv:2207.04672).
+
+They differ in where norms stand, in positions, and in norms of embeddings; see `quire.models.encoder_decoder`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quire.config.arch import CheckpointNames, ModelArch, encoder_positions
+from quire.models.families.fields import (
+    MAX_HEADS,
+    MAX_WIDTH,
+    biases,
+    either,
+    plain_mlp,
+    read_arch,
+    read_head_dim,
+)
+from quire.models.json_object import JsonObject
+
+KEYS = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+    "intermediate_size": "decoder_ffn_dim",
+}
+_NAMES = CheckpointNames(
+    {"embed_tokens": "shared", "mlp": "", "up_proj": "fc1", "down_proj": "fc2"},
+    unused=(r"(^|\.)embed_positions\.weights?$", r"(^|\.)(encoder|decoder)\.version$"),
+)
+
+
+def read_bart(architecture: str, config: JsonObject, **differing: Any) -> ModelArch:
+    """Norms after attention and MLP, and after the embedding; learned positions behind two unused rows."""
+    config = either(config, KEYS)
+    heads = config.integer("num_attention_heads", high=MAX_HEADS)
+    length = config.integer("max_position_embeddings", 1024, high=MAX_WIDTH)
+    size = config.integer("hidden_size", high=MAX_WIDTH)
+    config.flag("is_encoder_decoder", True)
+    fields: dict[str, Any] = {
+        "names": replace(_NAMES, unused=_NAMES.unused[1:]),
+        "intermediate_size": config.integer("intermediate_size", high=MAX_WIDTH),
+        "num_kv_heads": heads,
+        "head_dim": read_head_dim(config, heads),
+        "max_position_embeddings": encoder_positions(length) + length,
+        "norm": "layer",
+        "norm_eps": 1e-5,
+        "do_layer_norm_before": False,
+        "final_norm": False,
+        "embedding_norm": True,
+        "embedding_multiplier": size**0.5 if config.flag("scale_embedding", False) else None,
+        "positions": "learned",
+        "position_offset": 2,
+        "logits_bias": True,
+        "tie_word_embeddings": config.flag("tie_word_embeddings", True),
+        **plain_mlp(_with_silu(config), "gelu", "activation_function"),
+        **biases(True),
+    }
+    return read_arch(architecture, config, **(fields | differing))
+
+
+def _with_silu(config: JsonObject) -> JsonObject:
+    """Return the object with SiLU under its later name."""
+    swish = config.get("activation_function") == "swish"
+    return config.with_values(activation_function="silu") if swish else config
+
+
+def read_mbart(architecture: str, config: JsonObject) -> ModelArch:
+    """Norms before attention and MLP, after the embedding, and at the end."""
+    return read_bart(architecture, config, do_layer_norm_before=True, final_norm=True)
+
+
+def read_pegasus(architecture: str, config: JsonObject) -> ModelArch:
+    """Norms before attention and MLP, and at the end; sinusoidal positions."""
+    return read_bart(
+        architecture,
+        config,
+        names=_NAMES,
+        do_layer_norm_before=True,
+        final_norm=True,
+        embedding_norm=False,
+        positions="half_sinusoidal",
+        position_offset=0,
+    )
+
+
+def read_marian(architecture: str, config: JsonObject) -> ModelArch:
+    """Norms after attention and MLP; sinusoidal positions; encoder and decoder may have tables of their own."""
+    vocab_size = config.integer("decoder_vocab_size", config.integer("vocab_size"))
+    shares = config.flag("share_encoder_decoder_embeddings", True)
+    apart = {name: own for name, own in _NAMES.renamed.items() if name != "embed_tokens"}
+    return read_bart(
+        architecture,
+        config,
+        vocab_size=vocab_size,
+        names=_NAMES if shares else replace(_NAMES, renamed=apart),
+        embedding_norm=False,
+        positions="half_sinusoidal",
+        position_offset=0,
+    )
+
+
+def read_m2m100(architecture: str, config: JsonObject) -> ModelArch:
+    """Norms before attention and MLP, and at the end; sinusoidal positions behind two unused rows; no logits bias."""
+    size = config.integer("d_model", high=MAX_WIDTH)
+    return read_bart(
+        architecture,
+        config,
+        names=_NAMES,
+        do_layer_norm_before=True,
+        final_norm=True,
+        embedding_norm=False,
+        embedding_multiplier=size**0.5 if config.flag("scale_embedding", True) else None,
+        positions="sinusoidal",
+        logits_bias=False,
+        **plain_mlp(config, "relu", "activation_function"),
+    )
