@@ -9,6 +9,7 @@ CORE_FEATURES = {
     "multimodal": "quire.multimodal.holds:MediaHolds",
     "kv_store": "quire.kv_store.tier:StoreTier",
     "kv_transfer": "quire.kv_store.transfer_tier:TransferTier",
+    "console": "quire.console.recorder:ConsoleRecorder",
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
 

@@ -157,6 +157,7 @@ class ServerConfig(Config):
         False, "GET /tokenizer_info, which shows the chat template and the special tokens."
     )
     enable_force_include_usage: bool = option(False, "Send usage with every stream, asked for or not.")
+    console: bool = option(True, "A page at / for browsers: chat, and the engine at work for the admin key.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire import __version__
 from quire.config import ModelRouterConfig, ServerConfig
+from quire.console.pages import ConsolePages
 from quire.entrypoints.anthropic.messages import limit_of, model_of, page_of
 from quire.entrypoints.ollama.models import FOREVER, OLLAMA_VERSION
 from quire.entrypoints.ollama.protocol import Details, ListedModel
@@ -201,6 +202,8 @@ class RouterApp:
                     expose_headers=(REQUEST_ID, ANTHROPIC_REQUEST_ID, "retry-after"),
                 )
             )
+        if config.console:
+            layers.append(Middleware(ConsolePages, root_path=config.root_path))
         budget = BodyBudget(max(config.max_receiving_bytes, 2 * config.max_request_bytes))
         return [
             *layers,

@@ -15,6 +15,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire.config import ServerConfig
 from quire.config.pooling import PoolingSpec
+from quire.console import routes as console_routes
+from quire.console.pages import ConsolePages
 from quire.entrypoints import anthropic
 from quire.entrypoints.ollama import models as ollama_models
 from quire.entrypoints.ollama import routes as ollama_routes
@@ -155,7 +157,7 @@ def build_app(
     spec = engine.config.pooling
     speech = [SPEECH] if hears(engine.config) else []
     offered = [*(family.router for family in speech), *routers(config, spec)]
-    controls = CONTROLS if admin_key(config) else ()
+    controls = _controls(config)
     app.state.server = state
     app.state.document = Document(offered, controls, _access(state))
     app.add_exception_handler(QuireError, handle_quire_error)
@@ -164,6 +166,13 @@ def build_app(
     for router in (*offered, *controls, refusing):
         app.include_router(router)
     return app
+
+
+def _controls(config: ServerConfig) -> list[APIRouter]:
+    """Return the admin routes; none without an admin key."""
+    if not admin_key(config):
+        return []
+    return [*CONTROLS, *([console_routes.controls] if config.console else [])]
 
 
 def _prometheus(state: ServerState) -> PrometheusStatLogger:
@@ -213,6 +222,8 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
                 expose_headers=EXPOSED_HEADERS,
             )
         )
+    if config.console:
+        layers.append(Middleware(ConsolePages, root_path=config.root_path))
     layers += [
         Middleware(
             Auth,
