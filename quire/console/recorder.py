@@ -50,6 +50,7 @@ class ConsoleRecorder(CoreFeature):
         self._steps: deque[StepRow] = deque(maxlen=MAX_STEPS)
         self._lease_end = 0.0
         self._frame: Frame | None = None
+        self._num_frames = 0
         self._next_ts = 0.0
         self._first_blocks = {False: 0, True: 0}  # on host -> where the next frame's part begins
         self._first_request = 0  # number of the request whose blocks come first in the next frame
@@ -63,8 +64,8 @@ class ConsoleRecorder(CoreFeature):
         now = self._clock()
         self._record_until(now + LEASE_S)
         if self._frame is None or now >= self._next_ts:
-            number = 1 if self._frame is None else self._frame.number + 1
-            self._frame = self._make_frame(number, now)
+            self._num_frames += 1
+            self._frame = self._make_frame(self._num_frames, now)
             self._next_ts = now + max(MIN_INTERVAL_S, (self._clock() - now) / MOST_OF_TIME)
         steps = [step for step in self._steps if step.step_id > after_step]
         next_s = max(self._next_ts - now, 0.0)

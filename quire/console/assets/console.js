@@ -978,7 +978,7 @@ class Core {
   get lastStep() { return this.steps.at(-1)?.step_id ?? 0; }
 
   take(frame) {
-    if (frame.steps.length && frame.steps[0].step_id <= this.lastStep) this.steps = [];  // a new core
+    if (frame.number < this.frame?.number) this.steps = [];  // of a core that has been replaced
     this.steps.push(...frame.steps);
     this.steps.splice(0, this.steps.length - MAX_STEPS);
     const isNew = frame.number !== this.frame?.number;
@@ -1010,7 +1010,7 @@ class Core {
 
 const engine = {
   cores: [], timer: 0, isAsking: false,
-  get core() { return this.cores[0]; },
+  get core() { return this.cores[Number(byId("core").value || 0)] ?? this.cores[0]; },
   get isWanted() { return PAGES.includes(shownPage) && shownPage !== "chat" && !document.hidden; },
 
   restart() {
@@ -1038,7 +1038,11 @@ const engine = {
   take(frames) {
     this.isRefused = false;
     notify("");
-    while (this.cores.length < frames.length) this.cores.push(new Core());
+    while (this.cores.length < frames.length) {
+      byId("core").append(el("option", {}, String(this.cores.length)));
+      this.cores.push(new Core());
+    }
+    byId("core-label").hidden = frames.length < 2;
     frames.forEach((frame, i) => this.cores[i].take(frame));
     SHOWS[shownPage]?.();
     samples.add();
@@ -1076,12 +1080,14 @@ function showRequests() {
 
 function showRequestTable() {
   const all = rows(), body = byId("request-table").tBodies[0];
-  const open = new Set([...body.querySelectorAll("details[open]")].map((one) => one.dataset.id));
-  if (body.contains(document.activeElement) && document.activeElement !== body && all.length && body.matches(":hover")) return;  // not under the pointer
+  if (body.matches(":active")) return;  // a click is under way
+  const open = new Set([...body.querySelectorAll("details[open]")].map((one) => one.closest("tr").dataset.id));
+  const focused = document.activeElement, focusedRow = focused.closest("tr")?.dataset.id;
   const most = engine.cores.reduce((sum, core) => sum + (core.frame?.num_requests ?? 0), 0);
   byId("shown").textContent = all.length < most ? `the first ${all.length} of ${count(most)}` : "";
   const none = el("tr", {}, el("td", { colspan: 9, class: "muted" }, "No request is in flight."));
   body.replaceChildren(...(all.length ? all.map((row) => requestRow(row, open.has(row.request_id))) : [none]));
+  if (focusedRow) body.querySelector(`tr[data-id="${CSS.escape(focusedRow)}"] ${focused.tagName}`)?.focus();
 }
 
 function requestRow(row, isOpen) {
@@ -1090,7 +1096,7 @@ function requestRow(row, isOpen) {
   bar.style.width = `${100 * done}%`;
   const cached = row.num_cached_tokens ? `, ${count(row.num_cached_tokens)} cached` : "";
   const blocks = engine.cores.reduce((sum, core) => sum + (core.device.ids.get(row.request_id)?.length ?? 0), 0);
-  return el("tr", {},
+  return el("tr", { "data-id": row.request_id },
     el("td", { class: "name", title: row.request_id }, swatch(requestColour(requestNumbers.of(row))), shortName(row.request_id)),
     el("td", {}, row.tenant || "–"), el("td", {}, el("span", { class: `state ${row.status}` }, row.status)),
     el("td", { class: "number" }, duration(row.age_s)),
@@ -1104,9 +1110,9 @@ function waits(row, isOpen) {
   const now = row.shares.find((share) => share.cause === row.cause);
   const all = row.shares.reduce((sum, share) => sum + share.duration_ns, 0) / 1e9;
   const shares = row.shares.map((share) => el("li", {}, el("b", {}, duration(share.duration_ns / 1e9)), share.text));
-  const title = now ? `${now.text} (${duration(now.duration_ns / 1e9)})` : `not now; ${duration(all)} in all`;
+  const title = now ? `${now.text} (${duration(now.duration_ns / 1e9)})` : `waited ${duration(all)}`;
   if (!shares.length) return "–";
-  return el("details", { "data-id": row.request_id, open: isOpen }, el("summary", {}, title), el("ul", {}, ...shares));
+  return el("details", { open: isOpen }, el("summary", {}, title), el("ul", {}, ...shares));
 }
 
 const shortName = (id) => (id.length > 22 ? `${id.slice(0, 14)}…${id.slice(-6)}` : id);
@@ -1132,9 +1138,10 @@ function surface(canvas, width = canvas.clientWidth, height = canvas.clientHeigh
   return [context, width, height];
 }
 
+const LABELS = 92;  // Width of the lanes' labels.
 const LANES = [
-  ["num_prefill_tokens", "prefill tokens", "prefill"], ["num_sampled_tokens", "sampled tokens", "decode"],
-  ["num_draft_tokens", "drafts", "draft"], ["swaps", "blocks swapped", "swap"], ["ms", "step, ms", "step"],
+  ["num_prefill_tokens", "Prefill", "tokens", "prefill"], ["num_sampled_tokens", "Sampled", "tokens", "decode"],
+  ["num_draft_tokens", "Drafts", "tokens", "draft"], ["swaps", "Moves", "blocks", "swap"], ["ms", "Step", "ms", "step"],
 ];
 
 function laneValue(step, name) {
@@ -1146,18 +1153,18 @@ function laneValue(step, name) {
 function drawTimeline() {
   const core = engine.core, seconds = Number(byId("window").value);
   const [context, width, height] = surface(byId("timeline"));
-  const left = 118, lane = height / LANES.length, end = core.frame.now;
+  const left = LABELS, lane = height / LANES.length, end = core.frame.now;
   const shown = core.steps.filter((step) => step.ended_s > end - seconds);
   const x = (time) => left + (width - left - 8) * (1 - (end - time) / seconds);
   context.font = "12px system-ui, sans-serif";
-  LANES.forEach(([name, title, colour], i) => {
+  LANES.forEach(([name, title, unit, colour], i) => {
     const base = lane * (i + 1) - 6;
     const most = shown.reduce((high, step) => Math.max(high, laneValue(step, name)), 0);
     context.fillStyle = css("line");
     context.fillRect(left, base, width - left - 8, 1);
     context.fillStyle = css("muted");
-    context.fillText(title, 12, base - lane / 2 + 10);
-    context.fillText(most ? count(most) : "", left - 8 - context.measureText(most ? count(most) : "").width, base - lane + 17);
+    context.fillText(title, 12, base - 15);
+    if (most) context.fillText(`≤ ${count(Math.ceil(most))} ${unit}`, 12, base - 1);
     context.fillStyle = css(colour);
     for (const step of shown) {
       const value = laneValue(step, name);
@@ -1171,7 +1178,7 @@ function drawTimeline() {
 function timelineTip(event) {
   const core = engine.core, canvas = byId("timeline"), box = canvas.getBoundingClientRect();
   if (!core?.frame) return;
-  const seconds = Number(byId("window").value), left = 118;
+  const seconds = Number(byId("window").value), left = LABELS;
   const time = core.frame.now - seconds * (1 - (event.clientX - box.left - left) / (box.width - left - 8));
   const step = core.steps.findLast((one) => one.planned_s <= time);
   if (!step || event.clientX - box.left < left) return hideTip();
@@ -1401,7 +1408,7 @@ function blockLines(id, onHost) {
 
 async function showBlock(id, onHost) {
   try {
-    const query = `console/block?core=0&tier=${onHost ? "host" : "device"}&id=${id}`;
+    const query = `console/block?core=${engine.cores.indexOf(engine.core)}&tier=${onHost ? "host" : "device"}&id=${id}`;
     const block = await (await call(query, { isAdmin: true })).json();
     const facts = [
       ["Holders", block.holders.length ? block.holders.map((one) => `${one.request_id}: entry ${one.position} of group ${one.group}`).join("; ") : "none"],
@@ -1629,7 +1636,7 @@ function listenToChat() {
 
 function listenToEngine() {
   const again = () => { if (engine.core?.frame) SHOWS[shownPage]?.(); };
-  for (const id of ["colour", "cell", "window"]) byId(id).addEventListener("change", again);
+  for (const id of ["colour", "cell", "window", "core"]) byId(id).addEventListener("change", again);
   byId("timeline").addEventListener("pointermove", timelineTip);
   byId("timeline").addEventListener("pointerleave", hideTip);
   for (const holder of [byId("device-map"), byId("host-map")]) {
