@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,8 +17,23 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+)
 TIMEOUT_S = 60.0
+# The browser reads commands from descriptor 3 and writes to 4.
+TAKE_PIPES = """
+import fcntl, os, sys
+pipes = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
+os.dup2(pipes[0], 3)
+os.dup2(pipes[1], 4)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
 LOUD = ("error", "assert", "warning")  # Console messages that fail a test.
 
 
@@ -42,10 +58,14 @@ class Page:
         """Send a command and return its result."""
         return self._browser.send(method, params, self._session)
 
-    def open(self, url: str, *, headers: dict[str, str] | None = None) -> None:
+    def keep(self, name: str, value: Any) -> None:
+        """Let every document of this tab find something in the console's session storage."""
+        item, text = f"'quire.{name}'", json.dumps(json.dumps(value))
+        source = f"sessionStorage.getItem({item}) ?? sessionStorage.setItem({item}, {text})"
+        self.send("Page.addScriptToEvaluateOnNewDocument", source=source)
+
+    def open(self, url: str) -> None:
         """Go to a page and wait until its script has run."""
-        if headers:
-            self.send("Network.setExtraHTTPHeaders", headers=headers)
         self.send("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && globalThis.quireConsole !== undefined")
 
@@ -87,7 +107,9 @@ class Page:
         code = {"Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowRight": 39}.get(key, 0)
         for kind in ("keyDown", "keyUp"):
             down = text if kind == "keyDown" else {}
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **down, **extra)
+            self.send(
+                "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **down, **extra
+            )
 
     def resize(self, width: int, height: int, *, mobile: bool = False) -> None:
         self.send(
@@ -119,9 +141,16 @@ class Browser:
         self._profile = tempfile.mkdtemp(prefix="quire-browser-")
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
-        command = [CHROMIUM, *FLAGS, *flags, "--remote-debugging-pipe", f"--user-data-dir={self._profile}", "about:blank"]
+        command = [
+            CHROMIUM,
+            *FLAGS,
+            *flags,
+            "--remote-debugging-pipe",
+            f"--user-data-dir={self._profile}",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{to_read} 4>&{to_write}', "sh", *command],
+            [sys.executable, "-c", TAKE_PIPES, str(to_read), str(to_write), *command],
             pass_fds=(to_read, to_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -23,7 +23,7 @@ NUM_CLIENTS = 14
 
 
 @contextlib.contextmanager
-def load(url: str) -> Iterator[None]:
+def load(url: str, key: str = "") -> Iterator[None]:
     """Keep requests in flight that share prefixes, some of them waiting."""
     stops = threading.Event()
 
@@ -32,10 +32,13 @@ def load(url: str) -> Iterator[None]:
         for turn in range(1000):
             if stops.is_set():
                 return
-            body = {"prompt": f"{prompt} {number} {turn}", "max_tokens": 150 + 90 * (number % 5), "ignore_eos": True}
-            post = urllib.request.Request(
-                f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-            )
+            body = {
+                "prompt": f"{prompt} {number} {turn}",
+                "max_tokens": 150 + 90 * (number % 5),
+                "ignore_eos": True,
+            }
+            headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+            post = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
             with contextlib.suppress(OSError), urllib.request.urlopen(post, timeout=60) as reply:
                 reply.read()
 
@@ -79,10 +82,9 @@ def shoot(started: Browser, url: str, folder: Path, kind: str, pages: list[str])
     """Take the pages at one size and theme."""
     page = started.new_page(scheme="dark" if kind == "dark" else "light")
     page.resize(*SIZES[kind], mobile=kind == "phone")
+    page.keep("keys", {"api": "", "admin": "admin"})
+    page.keep("chat", {"version": 1, "nodes": SAVED})
     page.open(f"{url}/")
-    for name, value in {"keys": {"api": "", "admin": "admin"}, "chat": {"version": 1, "nodes": SAVED}}.items():
-        page.run(f"sessionStorage.setItem('quire.{name}', {json.dumps(json.dumps(value))})")
-    page.open(f"{url}/?{kind}")
     for name in pages:
         page.run(f"location.hash = {json.dumps(name)}")
         if name == "chat":

@@ -1,4 +1,4 @@
-"""Frames of a core, against the cache's own books, in any order of events; and what is there without a page: nothing."""
+"""Frames of a core, against the cache's own books, in any order of events, and their absence without a page."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def check_tier(part: BlockStates, pool: BlockPool, tables: Sequence[Sequence[int
     states = states_of(part)
     assert (part.num_blocks, part.first, len(states)) == (len(pool.blocks), 0, len(pool.blocks))
     held = {block for block, state in enumerate(states) if state & (HELD | SHARED)}
-    assert len(held) == pool.num_usable_blocks - pool.num_free_blocks == pool.num_usable_blocks - part.num_free
+    assert (
+        len(held) == pool.num_usable_blocks - pool.num_free_blocks == pool.num_usable_blocks - part.num_free
+    )
     assert held == {block for table in tables for block in table}
     for block, state in enumerate(states):
         num_holders = sum(block in table for table in tables)
@@ -78,7 +80,9 @@ def check_frame(frame: Frame, engine: Engine) -> None:
     check_tier(frame.device, kv.pool, [ids_of(row.device_blocks) for row in frame.requests])
     for row in frame.requests:
         tables = [manager.tables.get(row.request_id, ()) for manager in kv.managers]
-        of_request = [block.block_id for table in tables for block in table if block.block_id != NULL_BLOCK_ID]
+        of_request = [
+            block.block_id for table in tables for block in table if block.block_id != NULL_BLOCK_ID
+        ]
         assert ids_of(row.device_blocks) == of_request
         waits = row.status != RequestStatus.RUNNING.name.lower()
         assert waits <= (row.cause is not None), "a request that waits has a cause"
@@ -120,7 +124,16 @@ def test_frame_after_random_steps_equals_the_books(
 
 
 def test_recorder_without_a_page_installs_nothing() -> None:
-    for name in ("has_work", "patience_s", "holds_for", "admitted", "advance", "stepped", "add_stats", "settle"):
+    for name in (
+        "has_work",
+        "patience_s",
+        "holds_for",
+        "admitted",
+        "advance",
+        "stepped",
+        "add_stats",
+        "settle",
+    ):
         assert vars(CoreFeature)[name] is getattr(ConsoleRecorder, name) or name not in vars(ConsoleRecorder)
         assert name not in vars(ConsoleRecorder), "called in every step"
     engine = Engine()
