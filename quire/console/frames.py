@@ -26,8 +26,8 @@ DEVICE, HOST = "device", "host"
 
 
 class StepRow(msgspec.Struct, frozen=True, gc=False):
-    """One finished step. Times are monotonic seconds of the core; a token of a prompt, or one computed again after a
-    preemption, is a prefill token.
+    """One finished step. Times are monotonic seconds of the core; prefill tokens are those of requests that compute
+    several: of a prompt, or again after a preemption.
     """
 
     step_id: int
@@ -47,31 +47,24 @@ class StepRow(msgspec.Struct, frozen=True, gc=False):
 
 def step_row(step: StepPlan, plan: SchedulerOutput, output: ModelRunnerOutput, now: float) -> StepRow:
     """Return the row of a step whose result has arrived at `now`."""
-    chunks = step.chunks
-    num_drafts = sum([chunk.num_drafts for chunk in chunks])
-    num_accepted = sum(
-        [output.num_accepted(chunk.request.request_id) for chunk in chunks if chunk.num_drafts]
-    )
+    sizes = [end - start for _, start, end, _ in step.chunks]
+    samples = [num_samples for _, _, _, num_samples in step.chunks]
+    num_drafts = sum(samples) - len(samples) + samples.count(0)
     return StepRow(
         step.step_id,
         step.planned_ts,
         now,
-        len(chunks),
-        sum([chunk.end - chunk.start for chunk in chunks if not is_decode(chunk.start, chunk.end)]),
+        len(sizes),
+        sum(sizes) - sizes.count(1),
         sum(map(len, output.sampled_token_ids.values())),
         num_drafts,
-        num_accepted,
+        sum(map(output.num_accepted, output.sampled_token_ids)) if num_drafts else 0,
         len(plan.swap_outs),
         len(plan.swap_ins),
         len(plan.block_copies),
         output.forward_s,
         output.sample_s,
     )
-
-
-def is_decode(start: int, end: int) -> bool:
-    """Return whether a chunk computes one token that follows others."""
-    return start > 0 and end - start == 1
 
 
 class RequestRow(msgspec.Struct, frozen=True):

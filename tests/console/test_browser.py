@@ -61,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def url(server: Server) -> Iterator[str]:
-    """Where browsers find the server: below a prefix."""
+    """The address of the server for browsers: below a prefix."""
     with prefix_proxy(server.port, "/llm") as url:
         yield url
 

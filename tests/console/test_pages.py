@@ -27,7 +27,7 @@ def asset(name: str) -> str:
 
 
 async def plain(engine: FakeEngine, path: str = "/", **options: object) -> httpx.Response:
-    """What a browser gets; the document that checks other replies has no static files."""
+    """The reply to a browser, unchecked: no document describes static files."""
     app = build_app(engine, ServerConfig(**options))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://quire") as client:
         return await client.get(path, headers=BROWSER)

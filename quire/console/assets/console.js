@@ -1480,7 +1480,10 @@ const scraped = {
     if (!now) return NaN;
     const counts = [...now].map(([bound, value]) => [bound, value - (before?.get(bound) ?? 0)]).sort((a, b) => a[0] - b[0]);
     const all = counts.at(-1)?.[1] ?? 0;
-    return all ? counts.find(([, value]) => value >= share * all)[0] : NaN;
+    const place = counts.findIndex(([, value]) => value >= share * all);
+    if (!all || place < 0) return NaN;
+    const [low, under] = counts[place - 1] ?? [0, 0], [high, upTo] = counts[place];
+    return high === Infinity ? low : low + (high - low) * (share * all - under) / (upTo - under || 1);
   },
 };
 
