@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from quire.console.frames import DEVICE, HOST, BlockRow, Frame
 from quire.entrypoints.openai.errors import json_response
+from quire.entrypoints.openai.families import ServerFeature
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.tenant import admin_router
@@ -89,3 +90,6 @@ def _number(name: str, text: str) -> int:
             f"{name} must be a number of at most {MAX_NUMBER}, got {text!r:.64}", param=name
         )
     return int(text)
+
+
+FEATURE = ServerFeature(controls=(controls,), is_enabled=lambda config: config.console)

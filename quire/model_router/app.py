@@ -28,7 +28,6 @@ from starlette.types import Receive, Scope, Send
 
 from quire import __version__
 from quire.config import ModelRouterConfig, ServerConfig
-from quire.console.pages import ConsolePages
 from quire.entrypoints.anthropic.messages import limit_of, model_of, page_of
 from quire.entrypoints.ollama.models import FOREVER, OLLAMA_VERSION
 from quire.entrypoints.ollama.protocol import Details, ListedModel
@@ -53,6 +52,7 @@ from quire.entrypoints.openai.middleware.auth import (
 )
 from quire.entrypoints.openai.middleware.body_limit import BodyBudget, BodyEncoding, BodyLimit, HeaderLimit
 from quire.errors import QuireError, UnavailableError, ValidationError
+from quire.features import BROWSER_PAGES
 from quire.metrics.catalog import make_family
 from quire.metrics.logging import LostLinesCollector
 from quire.model_router.access import Access
@@ -61,6 +61,7 @@ from quire.model_router.models_file import ModelEntry
 from quire.model_router.planner import ModelState, Status
 from quire.model_router.requests import entry_of
 from quire.model_router.router import ModelRouter
+from quire.plugins import import_place
 
 CREATED = int(time.time())
 KEEP_ALIVE_S = 15.0  # Silence after which the stream of events gets a comment.
@@ -203,7 +204,7 @@ class RouterApp:
                 )
             )
         if config.console:
-            layers.append(Middleware(ConsolePages, root_path=config.root_path))
+            layers.append(Middleware(import_place(BROWSER_PAGES), root_path=config.root_path))
         budget = BodyBudget(max(config.max_receiving_bytes, 2 * config.max_request_bytes))
         return [
             *layers,
