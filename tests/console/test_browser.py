@@ -132,7 +132,7 @@ def test_every_page_opens_without_an_error(page: Page, url: str, kind: str) -> N
     page.open(f"{url}/?{kind}")
     for name, condition in {
         "requests": "document.querySelectorAll('.tile').length === 8",
-        "cache": "document.querySelector('#device-map canvas').width > 300 && document.querySelector('#legend span') !== null",
+        "cache": "document.querySelector('.map canvas').width > 300 && document.querySelector('#legend span') !== null",
         "metrics": "document.querySelectorAll('.chart').length === 12",
         "chat": "document.querySelector('#messages .empty') !== null",
     }.items():
