@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Charts of docs/performance.md, drawn from pages of results: `python -m benchmarks.charts`."""
 
 from __future__ import annotations

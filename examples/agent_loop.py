@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An agent: run the functions that the model calls until it answers.
 
 quire serve

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Talk to a server through Anthropic's client.
 
 quire serve

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stream several answers at once from an engine inside an asyncio program.
 
 python examples/async_streaming.py

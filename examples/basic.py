@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continue a batch of prompts in this process.
 
 python examples/basic.py

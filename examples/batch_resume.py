@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answer a file of requests, interrupted and resumed: the second run computes only what the first has not.
 
 python examples/batch_resume.py

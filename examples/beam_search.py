@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Beam search: the most likely continuations, best first.
 
 python examples/beam_search.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hold a conversation of several turns in this process.
 
 python examples/chat.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classify texts with a chat model whose answer must be one of a few words.
 
 python examples/choices.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the nearest texts to a question through OpenAI's embeddings API.
 
 quire serve quire-demo-embed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a GGUF file: weights, tokenizer and chat template are in it.
 
 python examples/gguf.py path/to/model.gguf "What is the capital of France?"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask a vision-language model about a picture.
 
 pip install 'quire-llm[vision]'

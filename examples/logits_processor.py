@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Change the model's logits with Python code, for single requests.
 
 python examples/logits_processor.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat with a server through OpenAI's client: a whole answer, a stream, and several requests at once.
 
 quire serve

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Receive a tool call whole and as a stream of deltas.
 
 quire serve

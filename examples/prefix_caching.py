@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefix caching: the second question about a long text computes the question only.
 
 python examples/prefix_caching.py

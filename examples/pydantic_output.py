@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers that are always a valid instance of a pydantic model.
 
 python examples/pydantic_output.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write a 4-bit checkpoint of a model, and run it.
 
 python examples/quantize_and_serve.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Retrieval-augmented generation with LangChain: embeddings, a vector store and a chat model from one server.
 
 pip install langchain-openai

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Retrieval-augmented generation with LlamaIndex: embeddings, an index and a chat model from one server.
 
 pip install llama-index-llms-openai-like llama-index-embeddings-openai-like

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask a model to think first, and read its reasoning apart from its answer, whole and streamed.
 
 quire serve

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Order documents by their relevance to a query, over HTTP in the form of Jina and Cohere.
 
 quire serve quire-demo-embed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speculative decoding: the same tokens in fewer steps.
 
 python examples/speculation.py

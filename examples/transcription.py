@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transcribe sound files with a Whisper model.
 
 python examples/transcription.py openai/whisper-tiny speech.wav

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages hang together: links lead somewhere, the site's navigation names every page, charts show the results."""
 
 from __future__ import annotations

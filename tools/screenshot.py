@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures for the documentation, by headless Chromium: a page, or a command typed on a terminal.
 
     python tools/screenshot.py page docs/assets/console.png http://localhost:8000/

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of mkdocs (`make docs`): files of the repository that pages link to become pages of the site.
 
 Pages are written for a reader of the repository, so they link to programs, folders and results beside `docs/`. These

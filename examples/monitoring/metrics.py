@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read a server's metrics: requests in progress, cache use and latency.
 
 quire serve

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table of metrics: names, kinds, labels and meanings; construction of the metrics, also under vLLM's names.
 
 Invariant: every metric of the server has a row, and the values of every label come from its row. So no client can make

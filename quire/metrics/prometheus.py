@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics from the engine's statistics.
 
 Invariant: label values are closed sets, except for adapter names, which have a single series. Every metric lives in

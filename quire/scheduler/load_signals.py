@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signals for autoscalers: saturation of one engine, and the time that a new request would wait.
 
 The wait is Little's law (Little, 1961, "A Proof for the Queuing Formula L = lambda W"): requests that wait, divided by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data exchanged between scheduler and worker, once per step: `SchedulerOutput` down, `ModelRunnerOutput` up.
 
 Invariant: everything here is small, frozen, msgspec-serializable data; the scheduler and the worker import this module

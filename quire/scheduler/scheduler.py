@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scheduler: decides what each step computes.
 
 Invariant: pure. Requests, results and the time come in as arguments and plans go out. There is no clock, no
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+
+from msgspec import structs
 
 from quire.config import EngineConfig
 from quire.errors import EngineError, ValidationError
@@ -550,7 +553,10 @@ class Scheduler:
 
     def explain(self, request_id: str, now: float) -> Explanation | None:
         """Explain why a request waits or waited; None if it is unknown or finished too long ago."""
-        return self._queues.explain(request_id, now)
+        found, request = self._queues.explain(request_id, now), self._queues.by_id.get(request_id)
+        if found is None or request is None or request.status is not RequestStatus.RUNNING:
+            return found
+        return structs.replace(found, pace=self._planner.pace())
 
     def check_integrity(self) -> None:
         """Check that the queues agree with the requests, and every invariant of the KV cache.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example programs that join a vector store, embeddings and a chat model, run beside a server of both models."""
 
 from __future__ import annotations

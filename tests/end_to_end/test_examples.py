@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every program in examples/ runs and prints what its page says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests that the clients documented in docs/server.md are those that `make clients` installs and tests."""
 
 from __future__ import annotations

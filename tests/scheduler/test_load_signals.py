@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signals for autoscalers, under simulated loads from nothing to three times the capacity."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LlamaIndex's embeddings, and the example that joins them with its index and a chat model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/rag_langchain.py, with langchain_openai."""
 
 from __future__ import annotations
