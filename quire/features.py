@@ -10,6 +10,7 @@ CORE_FEATURES = {
     "multimodal": "quire.multimodal.holds:MediaHolds",
     "kv_store": "quire.kv_store.tier:StoreTier",
     "kv_transfer": "quire.kv_store.transfer_tier:TransferTier",
+    "console": "quire.console.recorder:ConsoleRecorder",
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
 
@@ -21,8 +22,12 @@ SERVER_FEATURES = {
     "anthropic": "quire.entrypoints.anthropic.messages:FEATURE",
     "sleep": "quire.sleep.routes:FEATURE",
     "lora": "quire.lora.server.routes:FEATURE",
+    "console": "quire.console.routes:FEATURE",
 }
 """Feature -> `quire.entrypoints.openai.families:ServerFeature`, in the order of the OpenAPI document."""
+
+BROWSER_PAGES = "quire.console.pages:ConsolePages"
+"""Middleware that answers browsers before keys are asked for."""
 
 MEDIA_ENCODER = "quire.multimodal.worker.encoders:open_encoder"
 """Factory of what computes and stores embeddings of images and other media (`quire.worker.worker`)."""

@@ -163,6 +163,7 @@ class ServerConfig(Config):
         "Paths, with commas between, whose successful requests get no access line; none: every request gets one.",
         metavar="PATHS",
     )
+    console: bool = option(True, "A page at / for browsers: chat, and the engine at work for the admin key.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -435,6 +435,10 @@ class AsyncLLM:
         """
         return await self._call(0, method, *args)
 
+    async def call_cores(self, method: str, *args: Any) -> list[Any]:
+        """Call a utility of every core and wait for the results. Raises as `call_core` does."""
+        return await self._call_each(method, *args)
+
     def watch_cores(self, watcher: CoreWatcher) -> None:
         """Report the engine's own core processes, and their replacements, to a watcher."""
         self._cores.watch(watcher)

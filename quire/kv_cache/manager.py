@@ -18,7 +18,7 @@ from quire.kv_cache.block_pool import DevicePool, KVCacheBlock, PlannedMoves
 from quire.kv_cache.events import KVCacheEvent, KVEventLog
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
 from quire.kv_cache.integrity import IntegrityError, check_integrity
-from quire.kv_cache.single_type_manager import MANAGERS, FindBlock
+from quire.kv_cache.single_type_manager import MANAGERS, FindBlock, SingleTypeManager
 from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, SwapCosts
 from quire.kv_cache.transfers import HostTransfers, Transfer
 
@@ -257,6 +257,16 @@ class KVCacheManager:
     def block_size(self) -> int:
         """Tokens per block."""
         return self._coordinator.block_size
+
+    @property
+    def pool(self) -> DevicePool:
+        """Pool of all blocks, for readers; only the managers change it."""
+        return self._pool
+
+    @property
+    def managers(self) -> Sequence[SingleTypeManager]:
+        """Manager of each group, for readers."""
+        return self._coordinator.managers
 
     @property
     def tokens_per_key(self) -> float:

@@ -53,6 +53,7 @@ from quire.entrypoints.openai.middleware.auth import (
 )
 from quire.entrypoints.openai.middleware.body_limit import BodyBudget, BodyEncoding, BodyLimit, HeaderLimit
 from quire.errors import QuireError, UnavailableError, ValidationError
+from quire.features import BROWSER_PAGES
 from quire.metrics.catalog import make_family
 from quire.metrics.logging import LostLinesCollector
 from quire.model_router.access import Access
@@ -61,6 +62,7 @@ from quire.model_router.models_file import ModelEntry
 from quire.model_router.planner import ModelState, Status
 from quire.model_router.requests import entry_of
 from quire.model_router.router import ModelRouter
+from quire.plugins import import_place
 
 CREATED = int(time.time())
 KEEP_ALIVE_S = 15.0  # Silence after which the stream of events gets a comment.
@@ -202,6 +204,8 @@ class RouterApp:
                     expose_headers=(REQUEST_ID, ANTHROPIC_REQUEST_ID, "retry-after"),
                 )
             )
+        if config.console:
+            layers.append(Middleware(import_place(BROWSER_PAGES), root_path=config.root_path))
         budget = BodyBudget(max(config.max_receiving_bytes, 2 * config.max_request_bytes))
         return [
             *layers,

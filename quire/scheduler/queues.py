@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from itertools import chain, islice
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -414,6 +415,10 @@ class RequestQueues:
     def has_vacated(self) -> bool:
         """True if the worker has rows to free."""
         return bool(self._vacated)
+
+    def in_order(self, limit: int) -> list[Request]:
+        """Return up to `limit` requests: running, ready in order of service, held."""
+        return list(islice(chain(self.running, self.policy, self._held), limit))
 
     def explain(self, request_id: str, now: float) -> Explanation | None:
         """Explain why a request waits or waited; None if it is unknown or finished too long ago."""

@@ -17,7 +17,7 @@ Invariant of updates: nothing is reported twice, even if it is computed twice.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import structs
 
@@ -196,6 +196,9 @@ def _unreported(chunk: Chunk, logprobs: list[TokenLogprobs] | None) -> list[Toke
     return unreported or None
 
 
+StepObserver = Callable[[StepPlan, SchedulerOutput, ModelRunnerOutput, float], None]
+"""Receives each step with its plan, its result and the time of the result; changes nothing."""
+
 # --scheduling-policy -> policy
 POLICIES: dict[str, type[Policy]] = {"fcfs": FCFS, "priority": Priority, "fair": Fair}
 
@@ -246,6 +249,7 @@ class Scheduler:
         self._num_steps = 0
         self._is_paused = False
         self._spec_decoding = SpecDecodingStats()
+        self._observer: StepObserver | None = None
 
     # Events
 
@@ -457,6 +461,8 @@ class Scheduler:
             if not chunk.request.is_finished
         ]
         self._rounds.note(step, output, now)
+        if self._observer is not None:
+            self._observer(step, plan, output, now)
         return [update for update in updates if update is not None]
 
     # State
@@ -510,6 +516,19 @@ class Scheduler:
             if request.adapter is not None:
                 names[request.status is RequestStatus.RUNNING].add(name_in(request.adapter))
         return AdapterStats(sorted(names[True]), sorted(names[False]), self._max_adapters)
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """Call `observer` after each step from now on, in place of any other; None: no longer."""
+        self._observer = observer
+
+    @property
+    def kv(self) -> KVCacheManager:
+        """KV cache manager, for readers; only the scheduler changes it."""
+        return self._kv
+
+    def in_order(self, limit: int) -> list[Request]:
+        """Return up to `limit` unfinished requests: the running ones, then those that wait, in order of service."""
+        return self._queues.in_order(limit)
 
     def request_ids(self) -> list[str]:
         """Return ids of unfinished requests, oldest first."""

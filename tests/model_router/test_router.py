@@ -323,6 +323,15 @@ async def test_ollama_lists_keeps_and_unloads() -> None:
         assert "keep_alive must be seconds" in reply.json()["error"]
 
 
+async def test_front_page_is_the_console_for_browsers() -> None:
+    async with serving(entry("a")) as service:
+        page = await service.client.get("/", headers={"accept": "text/html"})
+        assert "console/console.js" in page.text
+        assert "content-security-policy" in (await service.client.get("/console/console.js")).headers
+        assert (await service.client.get("/")).json()
+        assert service.starter.num_starts == {}
+
+
 async def test_probes_load_nothing_and_do_not_count_as_use() -> None:
     async with serving(entry("a"), default="a") as service:
         for path in ("/health", "/readyz", "/livez", "/version", "/", "/api/version"):

@@ -57,9 +57,11 @@ from quire.entrypoints.openai.openapi.document import Access, Document
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.state import QueryHandler, ServerState
 from quire.errors import QuireError
+from quire.features import BROWSER_PAGES
 from quire.metrics.catalog import make_family
 from quire.metrics.logging import LostLinesCollector
 from quire.metrics.prometheus import PrometheusStatLogger
+from quire.plugins import import_place
 from quire.routing.counters import CounterSlot
 
 if TYPE_CHECKING:
@@ -135,7 +137,7 @@ def build_app(
         openapi_url=None,
     )
     offered = routers(config, engine.config)
-    controls = CONTROLS if admin_key(config) else ()
+    controls = _controls(config)
     app.state.server = state
     app.state.document = Document(offered, controls, _access(state))
     app.add_exception_handler(QuireError, handle_quire_error)
@@ -143,6 +145,13 @@ def build_app(
     for router in (*offered, *controls, rejecting_router(FAMILIES, engine.config)):
         app.include_router(router)
     return app
+
+
+def _controls(config: ServerConfig) -> list[APIRouter]:
+    """Return the admin routes; none without an admin key."""
+    if not admin_key(config):
+        return []
+    return [router for feature in FEATURES if feature.is_enabled(config) for router in feature.controls]
 
 
 def _prometheus(state: ServerState) -> PrometheusStatLogger:
@@ -192,6 +201,8 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
                 expose_headers=EXPOSED_HEADERS,
             )
         )
+    if config.console:
+        layers.append(Middleware(import_place(BROWSER_PAGES), root_path=config.root_path))
     layers += [
         Middleware(
             Auth,

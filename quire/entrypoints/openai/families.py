@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai.state import QueryHandler
 from quire.errors import ValidationError
 from quire.features import SERVER_FEATURES
@@ -38,6 +38,10 @@ def by_embedding(config: EngineConfig) -> bool:
     return config.pooling is not None and EMBED in config.pooling.tasks
 
 
+def always(config: ServerConfig) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class EndpointFamily:
     """Router with the predicate that enables it."""
@@ -55,12 +59,14 @@ class ServerFeature:
         controls: routers that act on all requests; they require the admin key.
         queries: handlers of queries that any API process may send to any other (`ServerState.ask_all`), by name.
         commands: handlers of commands that only the supervisor process executes, for all API processes, by name.
+        is_enabled: whether a server with these options has the admin routes.
     """
 
     families: tuple[EndpointFamily, ...] = ()
     controls: tuple[APIRouter, ...] = ()
     queries: Mapping[str, QueryHandler] = field(default_factory=dict)
     commands: Mapping[str, QueryHandler] = field(default_factory=dict)
+    is_enabled: Callable[[ServerConfig], bool] = always
 
 
 def server_features() -> list[ServerFeature]:

@@ -170,7 +170,8 @@ async def test_the_front_page_is_for_both(client: httpx.AsyncClient, engine: Fak
     facts = (await client.get("/")).json()
     assert (facts["name"], facts["models"], facts["status"]) == ("quire", ["<b>fake</b>"], "ready")
     assert "POST /v1/chat/completions" in facts["endpoints"]
-    page = await client.get("/", headers={"accept": "text/html,*/*"})
+    async with client_for(engine, console=False) as plain:
+        page = await plain.get("/", headers={"accept": "text/html,*/*"})
     assert page.headers["content-type"].startswith("text/html")
     assert "&lt;b&gt;fake" in page.text
     assert "<b>" not in page.text
