@@ -282,7 +282,7 @@ class LLM(OfflinePooling):
         options = options_of(language, task, prompt, temperature, timestamps=timestamps, seed=seed)
         sounds = [audio] if isinstance(audio, str | Path | tuple) else list(audio)
         if self._speech is None:
-            self._speech = OfflineSpeech(self.llm_engine.config, self.get_tokenizer(), self._answer_asks)
+            self._speech = OfflineSpeech(self.llm_engine, self.get_tokenizer(), self._answer_asks)
         return self._speech.transcribe(sounds, options, use_tqdm)
 
     def _answer_asks(self, asks: Sequence[Ask]) -> list[RequestOutput]:

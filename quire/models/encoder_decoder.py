@@ -49,25 +49,23 @@ class DecoderRows(NamedTuple):
 def split_rows(
     positions: Tensor, step: StepContext, num_encoded: int, length: int, block_size: int
 ) -> DecoderRows:
-    """Split a step's rows [T] into encoders' output and tokens.
+    """Split a step's rows [T] into encoders' output, which has media, and tokens.
 
     Args:
         num_encoded: P.
         length: E.
         block_size: tokens per block, which divides P.
     """
+    if step.media is None:
+        return _only_tokens(step, num_encoded, length, block_size)
     metadata = step.metadata(0, AttentionMetadata)
     is_token = positions >= num_encoded
     num_tokens = int(is_token.sum())
-    if num_tokens == len(positions):
-        tokens = encoded = None
-        starts, longest = metadata.query_start_loc, metadata.max_query_len
-    else:
-        tokens, encoded = is_token.nonzero().flatten(), (~is_token).nonzero().flatten()
-        before = torch.zeros(len(positions) + 1, dtype=torch.int32, device=positions.device)
-        before[1:] = is_token.cumsum(0)
-        starts = before[metadata.query_start_loc.long()]
-        longest = max(int((starts[1:] - starts[:-1]).max()), 1)
+    tokens, encoded = is_token.nonzero().flatten(), (~is_token).nonzero().flatten()
+    before = torch.zeros(len(positions) + 1, dtype=torch.int32, device=positions.device)
+    before[1:] = is_token.cumsum(0)
+    starts = before[metadata.query_start_loc.long()]
+    longest = max(int((starts[1:] - starts[:-1]).max()), 1)
     num_blocks = num_encoded // block_size
     own = AttentionMetadata(
         query_start_loc=starts,
@@ -75,21 +73,47 @@ def split_rows(
         block_tables=metadata.block_tables[:, num_blocks:].contiguous(),
         max_query_len=longest,
         max_seq_len=max(metadata.max_seq_len - num_encoded, 1),
-        slot_mapping=metadata.slot_mapping if tokens is None else metadata.slot_mapping[tokens],
-    )
-    crossing = replace(
-        own,
-        seq_lens=torch.full_like(own.seq_lens, length),
-        block_tables=metadata.block_tables[:, :num_blocks].contiguous(),
-        max_seq_len=length,
-        # A row of a longer query would see as many rows fewer as tokens follow it.
-        last_seen=None
-        if longest == 1
-        else torch.full((num_tokens,), length - 1, dtype=torch.int32, device=positions.device),
+        slot_mapping=metadata.slot_mapping[tokens],
     )
     adapters = step.adapter_rows
-    alone = StepContext((own,), adapters if adapters is None or tokens is None else adapters[tokens])
+    alone = StepContext((own,), None if adapters is None else adapters[tokens])
+    crossing = _crossing(own, metadata.block_tables[:, :num_blocks].contiguous(), length, num_tokens)
     return DecoderRows(tokens, encoded, alone, replace(alone, groups=(crossing,)))
+
+
+def _only_tokens(step: StepContext, num_encoded: int, length: int, block_size: int) -> DecoderRows:
+    """Return the rows of a step without media, which are all of decoders.
+
+    No value of a tensor is read, so that the operations can be recorded. The rows of a rehearsal, which no encoder's
+    output precedes, have the blocks that they are given as either part.
+    """
+    metadata = step.metadata(0, AttentionMetadata)
+    starts, tables, num_blocks = metadata.query_start_loc, metadata.block_tables, num_encoded // block_size
+    own = replace(
+        metadata,
+        seq_lens=torch.maximum(metadata.seq_lens - num_encoded, starts[1:] - starts[:-1]),
+        # A clone, because a single row is contiguous already, and all sizes of a recorded step must copy alike.
+        block_tables=tables[:, num_blocks:].clone(memory_format=torch.contiguous_format)
+        if tables.shape[1] > num_blocks
+        else tables,
+        max_seq_len=max(metadata.max_seq_len - num_encoded, metadata.max_query_len),
+    )
+    alone = replace(step, groups=(own,))
+    num_tokens = len(metadata.slot_mapping)
+    crossing = _crossing(own, tables, min(length, tables.shape[1] * block_size), num_tokens)
+    return DecoderRows(None, None, alone, replace(alone, groups=(crossing,)))
+
+
+def _crossing(own: AttentionMetadata, tables: Tensor, length: int, num_tokens: int) -> AttentionMetadata:
+    """Return the metadata of the same tokens over the first `length` positions of the blocks in `tables`."""
+    return replace(
+        own,
+        seq_lens=torch.full_like(own.seq_lens, length),
+        block_tables=tables,
+        max_seq_len=length,
+        # A row of a longer query would see as many rows fewer as tokens follow it.
+        last_seen=torch.full((num_tokens,), length - 1, dtype=torch.int32, device=own.seq_lens.device),
+    )
 
 
 class LearnedPositions(Layer):
@@ -105,7 +129,8 @@ class LearnedPositions(Layer):
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions [D] -> [D, H]."""
-        return ops.embedding(positions - self.first, self.weight)
+        # A rehearsal has rows before the first position.
+        return ops.embedding((positions - self.first).clamp(min=0), self.weight)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield f"{names[0]}.weight", Slot(self.weight, "normal")
@@ -116,7 +141,9 @@ class JointAttention(Attention):
 
     def why_not_captured(self) -> str | None:
         """See `CacheUser`."""
-        return "rows of an encoder's output are told from tokens by their positions, which is not captured"
+        if self.k_cache.device.type == "cpu":
+            return super().why_not_captured()
+        return "a decoder behind an encoder is recorded on a CPU only"
 
 
 class SelfProjections(Module):
