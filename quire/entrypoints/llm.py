@@ -263,6 +263,7 @@ class LLM(OfflinePooling):
         prompt: str = "",
         temperature: float | Sequence[float] | None = None,
         timestamps: bool = True,
+        words: bool = False,
         seed: int | None = None,
         use_tqdm: bool = True,
     ) -> list[Transcription]:
@@ -275,11 +276,14 @@ class LLM(OfflinePooling):
             prompt: text that precedes the sound, for its names and style.
             temperature: one, or several to try in order; None: 0, 0.2 ... 1.0.
             timestamps: return segments with times; without, each window of 30 s is one segment.
+            words: give segments their words with times.
 
         Raises:
             ValidationError: the model does not transcribe, or a sound or an argument is invalid.
         """
-        options = options_of(language, task, prompt, temperature, timestamps=timestamps, seed=seed)
+        options = options_of(
+            language, task, prompt, temperature, timestamps=timestamps, words=words, seed=seed
+        )
         sounds = [audio] if isinstance(audio, str | Path | tuple) else list(audio)
         if self._speech is None:
             self._speech = OfflineSpeech(self.llm_engine, self.get_tokenizer(), self._answer_asks)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.errors import EngineError
 from quire.outputs import RequestOutput
-from quire.speech.requests import Ask, SpeechOptions
+from quire.speech.alignment import UTILITY, token_times
+from quire.speech.requests import Ask, SpeechOptions, TimesAsk
 from quire.speech.store import Decoding, OwnedPcm, SpeechStore
 from quire.speech.transcriber import Job, Transcriber
 from quire.speech.transcript import Transcription, WindowText, transcription_of
@@ -82,6 +83,11 @@ class SpeechDesk:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Return the outputs of a request."""
         return self._engine.generate(ask.prompt, ask.params, request_id, **terms)
+
+    async def times(self, ask: TimesAsk) -> list[float]:
+        """Return the times of a window's tokens, in seconds of the window."""
+        weights = await self._engine.call_core(UTILITY, ask.alignment, ask.item)
+        return await self.in_thread(token_times, weights)
 
     def windows(self, sound: OwnedPcm) -> Iterator[Window]:
         """Return a sound's windows."""
@@ -164,7 +170,7 @@ class _Run:
     async def _finished(self, job: Job[T]) -> T:
         ask = next(job)
         while True:
-            output = await self._answer(ask)
+            output = await (self._answer(ask) if isinstance(ask, Ask) else self._desk.times(ask))
             try:
                 ask = job.send(output)
             except StopIteration as end:

@@ -16,8 +16,9 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
 from quire.outputs import RequestOutput
+from quire.speech.alignment import UTILITY, token_times
 from quire.speech.audio import Sound
-from quire.speech.requests import FALLBACK_TEMPERATURES, Ask, SpeechOptions
+from quire.speech.requests import FALLBACK_TEMPERATURES, Ask, SpeechOptions, TimesAsk
 from quire.speech.store import OwnedPcm, SpeechStore
 from quire.speech.transcriber import Job, Transcriber
 from quire.speech.transcript import Transcription, WindowText, transcription_of
@@ -62,7 +63,7 @@ class _Running(NamedTuple):
     number: int
     window: Window
     job: Job[WindowText]
-    ask: Ask
+    ask: Ask | TimesAsk
 
 
 class OfflineSpeech:
@@ -87,6 +88,7 @@ class OfflineSpeech:
         self._store = SpeechStore(self._words, OFFLINE_MAX_SECONDS)
         self._tokenizer = tokenizer
         self._generate = generate
+        self._engine = engine
         self._width = _most_windows(engine)
 
     def transcribe(
@@ -119,7 +121,7 @@ class OfflineSpeech:
         waiting = self._started(audio, transcriber, opened, bar, found)
         running = list(itertools.islice(waiting, self._width))
         while running:
-            outputs = self._generate([one.ask for one in running])
+            outputs = self._outputs_of([one.ask for one in running])
             answered = map(self._answered, running, outputs, itertools.repeat(bar))
             running = [one for one in answered if one is not None]
             running += itertools.islice(waiting, self._width - len(running))
@@ -144,7 +146,15 @@ class OfflineSpeech:
                 yield _Running(progress, number, window, job, next(job))
             progress.is_started = True
 
-    def _answered(self, one: _Running, output: RequestOutput, bar: Any) -> _Running | None:
+    def _outputs_of(self, asks: Sequence[Ask | TimesAsk]) -> list[Any]:
+        """Return an answer to each request, in order; those for texts are sampled in one batch."""
+        texts = iter(self._generate([ask for ask in asks if isinstance(ask, Ask)]))
+        return [next(texts) if isinstance(ask, Ask) else self._times(ask) for ask in asks]
+
+    def _times(self, ask: TimesAsk) -> list[float]:
+        return token_times(self._engine.call_core(UTILITY, ask.alignment, ask.item))
+
+    def _answered(self, one: _Running, output: Any, bar: Any) -> _Running | None:
         """Send a job its output; return it with its next request, or None if it is done."""
         progress, window = one.progress, one.window
         try:
@@ -178,7 +188,7 @@ class OfflineSpeech:
         size = self._words.window_samples
         firsts = [self._store.features(sound, next(windows_of(sound, size))) for sound in sounds]
         jobs = [transcriber.detect_language(first) for first in firsts]
-        outputs = self._generate([next(job) for job in jobs])
+        outputs = self._outputs_of([next(job) for job in jobs])
         return [_ended(job, output) for job, output in zip(jobs, outputs, strict=True)]
 
     def _opened(self, audio: Audio) -> OwnedPcm:
@@ -209,7 +219,6 @@ class EngineSpeech(OfflineSpeech):
     def __init__(self, engine: LLMEngine) -> None:
         if engine.tokenizer is None:
             raise ValidationError("transcription needs a tokenizer; drop --skip-tokenizer-init")
-        self._engine = engine
         self._requests = itertools.count()
         super().__init__(engine, engine.tokenizer, self._outputs)
 

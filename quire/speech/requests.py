@@ -16,6 +16,8 @@ from quire.inputs import TokensPrompt
 from quire.media import MediaItem
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.speech.alignment import Alignment
+from quire.speech.features import HOP
 from quire.speech.rules import rule_args
 from quire.speech.vocabulary import SpeechVocabulary
 
@@ -42,6 +44,7 @@ class SpeechOptions:
         no_speech: whether the probability of silence is wanted for every window.
         seed: of temperatures above 0.
         max_tokens: most tokens of a window; None fills the context.
+        words: whether words with times are wanted.
     """
 
     language: str | None = None
@@ -53,6 +56,7 @@ class SpeechOptions:
     no_speech: bool = False
     seed: int | None = None
     max_tokens: int | None = None
+    words: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,35 @@ class Ask:
     params: SamplingParams
 
 
+@dataclass(frozen=True)
+class TimesAsk:
+    """Call of the engine for the times of a window's tokens; `audio` keeps the file of `item`."""
+
+    alignment: Alignment
+    item: MediaItem
+    audio: WindowAudio
+
+
+def item_of(words: SpeechVocabulary, audio: WindowAudio) -> MediaItem:
+    """Return the item whose embeddings are the encoder's output."""
+    size = words.num_encoded
+    return MediaItem(audio.digest, "audio", 0, size, [(0, size)], audio.path)
+
+
 def prompt_of(words: SpeechVocabulary, audio: WindowAudio, decoder_ids: Sequence[int]) -> TokensPrompt:
     """Return the prompt: positions of the encoder's output, then the decoder's ids."""
-    size = words.num_encoded
-    item = MediaItem(audio.digest, "audio", 0, size, [(0, size)], audio.path)
-    return TokensPrompt(
-        prompt_token_ids=[*[words.end] * size, *decoder_ids], media=[item], leases=list(audio.leases)
+    ids = [*[words.end] * words.num_encoded, *decoder_ids]
+    return TokensPrompt(prompt_token_ids=ids, media=[item_of(words, audio)], leases=list(audio.leases))
+
+
+def times_request(
+    words: SpeechVocabulary, audio: WindowAudio, ids: Sequence[int], tokens: Sequence[int], num_samples: int
+) -> TimesAsk:
+    """Return the call for the times of a window's tokens behind the decoder's prompt `ids`."""
+    alignment = Alignment(
+        list(ids), list(tokens), num_samples // HOP, list(words.alignment_heads), words.median_width
     )
+    return TimesAsk(alignment, item_of(words, audio), audio)
 
 
 def previous_ids(words: SpeechVocabulary, encode: Encode, prompt: str) -> list[int]:

@@ -155,11 +155,11 @@ def _reply(found: Transcription, body: TranscriptionRequest) -> Response:
         case "text":
             return PlainTextResponse(formats.plain(found))
         case "srt":
-            return PlainTextResponse(formats.srt(found))
+            return PlainTextResponse(formats.srt(found, words=body.wants_words))
         case "vtt":
-            return PlainTextResponse(formats.vtt(found), media_type="text/vtt")
+            return PlainTextResponse(formats.vtt(found, words=body.wants_words), media_type="text/vtt")
         case "verbose_json":
-            reply = formats.verbose(found)
+            reply = formats.verbose(found, segments=body.wants_segments, words=body.wants_words)
             reply.ignored = ignored
             return json_response(reply)
     return json_response(

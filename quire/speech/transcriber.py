@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from quire.outputs import RequestOutput
 from quire.speech.requests import (
     MIN_AVG_LOGPROB,
     SILENCE_PROB,
@@ -19,6 +18,7 @@ from quire.speech.requests import (
     Attempt,
     Encode,
     SpeechOptions,
+    TimesAsk,
     WindowAudio,
     completion_of,
     decoder_ids,
@@ -28,13 +28,15 @@ from quire.speech.requests import (
     read_attempt,
     silence_request,
     text_request,
+    times_request,
 )
-from quire.speech.transcript import WindowText, segments_of
+from quire.speech.transcript import Pieces, WindowText
 from quire.speech.vocabulary import SpeechVocabulary
 from quire.speech.windows import Window
 
 T = TypeVar("T")
-Job = Generator[Ask, RequestOutput, T]
+Job = Generator[Ask | TimesAsk, Any, T]
+"""Is sent a `RequestOutput` for each `Ask`, the tokens' times in seconds of the window for each `TimesAsk`."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,12 @@ class Transcriber:
                 silence = (yield from self._silence(audio, previous)) if silence is None else silence
                 if silence > SILENCE_PROB:
                     return WindowText([], len(ids), num_tokens)
-        found = segments_of(
-            self.words, attempts[-1], window.start_s, window.end_s, self.decode, no_speech_prob=silence
-        )
+        best = attempts[-1]
+        times = None
+        if self.options.words and best.text.strip():
+            times = yield times_request(self.words, audio, ids, best.tokens, window.end - window.start)
+        pieces = Pieces(self.words, window.start_s, window.end_s, language, self.decode)
+        found = pieces.segments(best, times, no_speech_prob=silence)
         return WindowText(found, len(ids), num_tokens)
 
     def _silence(self, audio: WindowAudio, previous: Sequence[int]) -> Job[float]:

@@ -338,6 +338,11 @@ class Worker:
         """Loaded model."""
         return self._loaded()
 
+    @property
+    def encoder(self) -> MediaEncoder | None:
+        """Encoder of media with its store; None: the model takes none, or sleeps."""
+        return self._encoder
+
     def _loaded(self) -> CausalLM:
         assert self._model is not None, "load() comes first"
         return self._model

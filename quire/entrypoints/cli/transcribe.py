@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from quire.entrypoints.cli.options import EngineCommand, engine_config
 from quire.errors import ValidationError
-
-if TYPE_CHECKING:
-    from quire.speech.transcript import Transcription
 
 
 @click.command(cls=EngineCommand)
@@ -20,6 +17,7 @@ if TYPE_CHECKING:
 @click.option("--srt", "form", flag_value="srt", help="Write subtitles in SubRip's form.")
 @click.option("--vtt", "form", flag_value="vtt", help="Write subtitles in WebVTT's form.")
 @click.option("--json", "form", flag_value="json", help="Write segments with times and probabilities.")
+@click.option("--words", is_flag=True, help="Give each word its times: a subtitle each, or a list in JSON.")
 @click.option("--language", help="Code or name of the language.  [default: detected]")
 @click.option("--translate", is_flag=True, help="Write English, whatever the language.")
 @click.option("--prompt", default="", help="Text that precedes the sound, for its names and style.")
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 def transcribe(
     files: tuple[Path, ...],
     form: str | None,
+    words: bool,
     language: str | None,
     translate: bool,
     prompt: str,
@@ -45,28 +44,28 @@ def transcribe(
         raise click.UsageError(f"there is no file {str(missing)!r}")
     config = engine_config(params)
     form = form or "text"
+    if words and form == "text":
+        raise click.UsageError("--words needs --srt, --vtt or --json")
 
     from quire.engine.llm_engine import LLMEngine
+    from quire.speech.formats import WRITERS
     from quire.speech.offline import EngineSpeech, options_of
 
     task = "translate" if translate else "transcribe"
-    options = options_of(language, task, prompt, temperature, timestamps=form != "text")
+    options = options_of(language, task, prompt, temperature, timestamps=form != "text", words=words)
     engine = LLMEngine(config)
     try:
         speech = EngineSpeech(engine)
         try:
             for file, found in zip(files, speech.transcribe(files, options, use_tqdm=True), strict=True):
-                _write(file, found, form, output_dir)
+                _write(file, WRITERS[form](found, words=words), form, output_dir)
         finally:
             speech.close()
     finally:
         engine.shutdown()
 
 
-def _write(file: Path, found: Transcription, form: str, output_dir: Path | None) -> None:
-    from quire.speech.formats import WRITERS
-
-    content = WRITERS[form](found)
+def _write(file: Path, content: str, form: str, output_dir: Path | None) -> None:
     if output_dir is None:
         sys.stdout.write(content)
         return
