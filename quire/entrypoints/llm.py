@@ -264,6 +264,8 @@ class LLM(OfflinePooling):
         temperature: float | Sequence[float] | None = None,
         timestamps: bool = True,
         words: bool = False,
+        hotwords: str = "",
+        vad_filter: bool = False,
         seed: int | None = None,
         use_tqdm: bool = True,
     ) -> list[Transcription]:
@@ -277,13 +279,14 @@ class LLM(OfflinePooling):
             temperature: one, or several to try in order; None: 0, 0.2 ... 1.0.
             timestamps: return segments with times; without, each window of 30 s is one segment.
             words: give segments their words with times.
+            hotwords: words that are likely in the sounds.
+            vad_filter: transcribe only windows with a voice, by silero-vad's weights.
 
         Raises:
             ValidationError: the model does not transcribe, or a sound or an argument is invalid.
         """
-        options = options_of(
-            language, task, prompt, temperature, timestamps=timestamps, words=words, seed=seed
-        )
+        wants = {"timestamps": timestamps, "words": words, "vad_filter": vad_filter}
+        options = options_of(language, task, prompt, temperature, hotwords=hotwords, seed=seed, **wants)
         sounds = [audio] if isinstance(audio, str | Path | tuple) else list(audio)
         if self._speech is None:
             self._speech = OfflineSpeech(self.llm_engine, self.get_tokenizer(), self._answer_asks)

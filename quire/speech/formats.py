@@ -1,6 +1,7 @@
 """Forms of a transcript: subtitles, and the replies and stream events of OpenAI's API and of vLLM's.
 
-Invariant: the deltas of a stream concatenate to the text of the same request without stream.
+Invariant: the deltas of a stream concatenate to the text of its last event, which is that of the same request without
+stream unless the latter tries a second temperature.
 """
 
 from __future__ import annotations

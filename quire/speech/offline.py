@@ -23,7 +23,7 @@ from quire.speech.store import OwnedPcm, SpeechStore
 from quire.speech.transcriber import Job, Transcriber
 from quire.speech.transcript import Transcription, WindowText, transcription_of
 from quire.speech.vocabulary import hears, read_vocabulary
-from quire.speech.windows import Window, windows_of
+from quire.speech.windows import Window
 
 # A path, or samples [T] or [T, channels] with their number per second.
 Audio = str | Path | tuple[Any, int]
@@ -145,6 +145,8 @@ class OfflineSpeech:
                 progress.num_open += 1
                 yield _Running(progress, number, window, job, next(job))
             progress.is_started = True
+            if progress.is_done:
+                progress.sound.close()
 
     def _outputs_of(self, asks: Sequence[Ask | TimesAsk]) -> list[Any]:
         """Return an answer to each request, in order; those for texts are sampled in one batch."""
@@ -162,8 +164,6 @@ class OfflineSpeech:
         except StopIteration as end:
             progress.parts[one.number] = end.value
         progress.num_open -= 1
-        if window.end == progress.sound.num_samples:
-            progress.is_started = True
         if progress.is_done:
             progress.sound.close()
         bar.update(round(window.end_s) - round(window.start_s))
@@ -181,13 +181,16 @@ class OfflineSpeech:
             bar.refresh()
             languages = [language] * len(sounds) if language else self._detected(sounds, transcriber)
             for sound, spoken in zip(sounds, languages, strict=True):
-                yield _Progress(sound, windows_of(sound, self._words.window_samples), spoken)
+                windows = self._store.windows(sound, vad_filter=transcriber.options.vad_filter)
+                yield _Progress(sound, windows, spoken)
 
     def _detected(self, sounds: Sequence[OwnedPcm], transcriber: Transcriber) -> list[str]:
         """Return the language of each sound's first window."""
-        size = self._words.window_samples
-        firsts = [self._store.features(sound, next(windows_of(sound, size))) for sound in sounds]
-        jobs = [transcriber.detect_language(first) for first in firsts]
+        firsts = [
+            self._store.first_window(sound, vad_filter=transcriber.options.vad_filter) for sound in sounds
+        ]
+        features = map(self._store.features, sounds, firsts)
+        jobs = [transcriber.detect_language(one) for one in features]
         outputs = self._outputs_of([next(job) for job in jobs])
         return [_ended(job, output) for job, output in zip(jobs, outputs, strict=True)]
 

@@ -41,6 +41,7 @@ class TranscriptionRequest(EngineRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     timestamp_granularities: list[Literal["segment", "word"]] | None = None
     chunking_strategy: Literal["auto"] | None = None
+    vad_filter: bool = False
     stream: bool = False
     stream_format: Literal["openai", "vllm"] = "openai"
 
@@ -72,6 +73,8 @@ class TranscriptionRequest(EngineRequest):
             seed=None if self.seed == -1 else self.seed,
             max_tokens=self.max_completion_tokens,
             words=self.wants_words,
+            vad_filter=self.vad_filter,
+            is_live=self.stream,
         )
 
     @property

@@ -45,6 +45,8 @@ class SpeechOptions:
         seed: of temperatures above 0.
         max_tokens: most tokens of a window; None fills the context.
         words: whether words with times are wanted.
+        vad_filter: whether only windows with a voice are transcribed.
+        is_live: whether texts are wanted while they grow; then no second temperature is tried.
     """
 
     language: str | None = None
@@ -57,6 +59,8 @@ class SpeechOptions:
     seed: int | None = None
     max_tokens: int | None = None
     words: bool = False
+    vad_filter: bool = False
+    is_live: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,15 @@ class WindowAudio:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request to the engine."""
+    """One request to the engine.
+
+    Args:
+        is_live: whether its outputs are cumulative, and their texts final as far as they go.
+    """
 
     prompt: TokensPrompt
     params: SamplingParams
+    is_live: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,8 @@ def text_request(
     audio: WindowAudio,
     ids: Sequence[int],
     temperature: float,
-    kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+    *,
+    is_live: bool = False,
 ) -> Ask:
     """Return the request for a window's text."""
     room = words.context - len(ids)
@@ -148,9 +158,9 @@ def text_request(
         logprobs=0,
         detokenize=False,
         extra_args=rule_args(timestamps=options.timestamps),
-        output_kind=kind,
+        output_kind=RequestOutputKind.CUMULATIVE if is_live else RequestOutputKind.FINAL_ONLY,
     )
-    return Ask(prompt_of(words, audio, ids), params)
+    return Ask(prompt_of(words, audio, ids), params, is_live)
 
 
 def language_request(words: SpeechVocabulary, audio: WindowAudio) -> Ask:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from quire.outputs import RequestOutput
 from quire.speech.requests import (
     MIN_AVG_LOGPROB,
     SILENCE_PROB,
@@ -67,12 +68,14 @@ class Transcriber:
     ) -> Job[WindowText]:
         """Return a window's segments: none if it is silent."""
         ids = decoder_ids(self.words, self.options, language, previous)
+        options = self.options
         silence: float | None = None
-        if self.options.no_speech:
+        if options.no_speech or options.is_live:
             silence = yield from self._silence(audio, previous)
+        is_live = options.is_live and silence is not None and silence <= SILENCE_PROB
         num_tokens, attempts = 0, list[Attempt]()
-        for temperature in self.options.temperatures:
-            output = yield text_request(self.words, self.options, audio, ids, temperature)
+        for temperature in options.temperatures[: 1 if options.is_live else None]:
+            output = yield text_request(self.words, options, audio, ids, temperature, is_live=is_live)
             attempt = read_attempt(self.words, output, temperature, self.decode)
             num_tokens += len(attempt.tokens)
             attempts.append(attempt)
@@ -89,6 +92,12 @@ class Transcriber:
         pieces = Pieces(self.words, window.start_s, window.end_s, language, self.decode)
         found = pieces.segments(best, times, no_speech_prob=silence)
         return WindowText(found, len(ids), num_tokens)
+
+    def text_so_far(self, output: RequestOutput) -> str:
+        """Return the text of a live request's output that further tokens only add to."""
+        (completion,) = output.outputs
+        text = self.decode([token for token in completion.token_ids if token < self.words.end])
+        return text.rstrip("\ufffd").rstrip()
 
     def _silence(self, audio: WindowAudio, previous: Sequence[int]) -> Job[float]:
         output = yield silence_request(self.words, audio, previous)

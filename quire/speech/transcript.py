@@ -77,9 +77,9 @@ def words_in(segments: Iterable[Segment]) -> list[Word]:
     return [word for segment in segments for word in segment.words]
 
 
-def joined(segments: Iterable[Segment]) -> str:
-    """Return the text of segments."""
-    return "".join(segment.text for segment in segments).strip()
+def joined(segments: Iterable[Segment], growing: str = "") -> str:
+    """Return the text of segments, and of the one that is growing behind them."""
+    return ("".join(segment.text for segment in segments) + growing).strip()
 
 
 def transcription_of(

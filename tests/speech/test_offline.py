@@ -10,7 +10,9 @@ import pytest
 
 from quire import LLM
 from quire.errors import ValidationError
-from quire.speech import offline
+from quire.speech import offline, store
+from quire.speech.voice import CHUNK, VoiceDetector
+from quire.speech.windows import PcmFile
 from tests.speech.tiny import save_tiny_whisper
 
 
@@ -84,3 +86,29 @@ def test_windows_in_flight_fit_the_cache(llm: LLM) -> None:
     width = offline._most_windows(llm.llm_engine)
     assert 1 <= width <= config.scheduler.max_num_seqs
     assert width * config.model.max_model_len <= ready.num_blocks * ready.block_size
+
+
+def test_transcribe_with_vad_filter_skips_silence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, rate = noise(3.0, 5)
+    silent = np.concatenate([np.zeros(32_000, np.float32), samples, np.zeros(64_000, np.float32)])
+    monkeypatch.setattr(store, "load_detector", _Loudness)
+    options = {"language": "de", "temperature": 0.0, "use_tqdm": False}
+    (found,) = llm.transcribe((silent, rate), vad_filter=True, **options)
+    assert found.duration == 9.0
+    times = [(one.start, one.end) for one in found.segments]
+    assert times == [(a, b) for a, b in times if 1.5 <= a <= b <= 5.5]
+    (nothing,) = llm.transcribe((np.zeros(48_000, np.float32), rate), vad_filter=True, **options)
+    assert (nothing.text, nothing.segments) == ("", [])
+    assert llm.transcribe((np.zeros(9_000, np.float32), rate), vad_filter=True, use_tqdm=False)[0].language
+
+
+class _Loudness(VoiceDetector):
+    """Detector by energy alone."""
+
+    def __init__(self) -> None:
+        pass
+
+    def probabilities(self, sound: PcmFile) -> Iterator[np.ndarray]:
+        samples = sound.read(0, sound.num_samples)
+        padded = np.pad(samples, (0, -len(samples) % CHUNK)).reshape(-1, CHUNK)
+        yield (np.abs(padded).mean(axis=1) > 0.01).astype(np.float32)

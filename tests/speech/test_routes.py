@@ -47,7 +47,7 @@ async def client(checkpoint: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=transport, base_url="http://quire/v1") as made:
         made.app = app  # type: ignore[attr-defined]
         yield made
-    app.state.speech.store.close()
+    app.state.speech.close()
     await engine.shutdown()
 
 
@@ -61,6 +61,7 @@ async def test_routes_openai_client_gets_text_whole_and_streamed(client: httpx.A
     )
     events = [event async for event in stream]
     assert whole.text == again.text
+    assert [event.type for event in events].count("transcript.text.delta") > 3
     assert [event.type for event in events].count("transcript.text.done") == 1
     assert "".join(event.delta for event in events if event.type == "transcript.text.delta") == whole.text
     verbose = await stock.audio.transcriptions.create(model="", file=file, response_format="verbose_json")

@@ -9,6 +9,7 @@ import pytest
 
 from quire.errors import EngineError, ValidationError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.sampling_params import RequestOutputKind
 from quire.speech.formats import srt, vtt
 from quire.speech.requests import SpeechOptions, TimesAsk, WindowAudio
 from quire.speech.transcriber import Job, Transcriber
@@ -114,6 +115,23 @@ def test_window_unlikely_and_loud_tries_all_temperatures() -> None:
     found, _ = run(job, [output([1], total=-9.0), silence(0.1), output([2], total=-9.0)])
     assert found.segments[0].text == " w2"
     assert found.segments[0].no_speech_prob == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("probability", "is_live"), [(0.1, True), (0.7, False)])
+def test_window_live_tries_one_temperature(probability: float, is_live: bool) -> None:
+    job = transcriber(is_live=True).window(AUDIO, WINDOW, "en", [])
+    found, asks = run(job, [silence(probability), output([1] * 60)])
+    assert asks[1].is_live == is_live
+    assert (asks[1].params.output_kind is RequestOutputKind.CUMULATIVE) == is_live
+    assert len(found.segments) == 1
+
+
+def test_text_so_far_holds_back_what_may_change() -> None:
+    letters = {1: " a", 2: "\ufffd", 3: " "}
+    job = Transcriber(
+        WORDS, SpeechOptions(), lambda _: [], lambda tokens: "".join(letters[one] for one in tokens)
+    )
+    assert [job.text_so_far(output(tokens)) for tokens in ([1], [1, 2], [1, 3, 2], [1, T0])] == [" a"] * 4
 
 
 def test_detect_language_returns_code() -> None:

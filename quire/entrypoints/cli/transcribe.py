@@ -21,6 +21,8 @@ from quire.errors import ValidationError
 @click.option("--language", help="Code or name of the language.  [default: detected]")
 @click.option("--translate", is_flag=True, help="Write English, whatever the language.")
 @click.option("--prompt", default="", help="Text that precedes the sound, for its names and style.")
+@click.option("--hotwords", default="", help="Words that are likely in the sound.")
+@click.option("--vad-filter", is_flag=True, help="Skip what has no voice; needs the package silero-vad.")
 @click.option("--temperature", type=click.FLOAT, help="The only one tried.  [default: 0, 0.2 ... 1.0]")
 @click.option(
     "--output-dir",
@@ -34,6 +36,8 @@ def transcribe(
     language: str | None,
     translate: bool,
     prompt: str,
+    hotwords: str,
+    vad_filter: bool,
     temperature: float | None,
     output_dir: Path | None,
     **params: Any,
@@ -52,7 +56,8 @@ def transcribe(
     from quire.speech.offline import EngineSpeech, options_of
 
     task = "translate" if translate else "transcribe"
-    options = options_of(language, task, prompt, temperature, timestamps=form != "text", words=words)
+    wants = {"timestamps": form != "text", "words": words, "vad_filter": vad_filter}
+    options = options_of(language, task, prompt, temperature, hotwords=hotwords, **wants)
     engine = LLMEngine(config)
     try:
         speech = EngineSpeech(engine)
