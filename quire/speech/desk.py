@@ -28,7 +28,10 @@ from quire.speech.vocabulary import read_vocabulary
 from quire.speech.windows import Window
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from quire.engine.async_llm import AsyncLLM
+    from quire.entrypoints.openai.state import ServerState
 
 T = TypeVar("T")
 MAX_WINDOWS = 4  # Of one sound at once, so that a long one leaves room for others.
@@ -45,6 +48,15 @@ class SpeechDesk:
         self._words = read_vocabulary(engine.config, engine.tokenizer.file)
         self.store = SpeechStore(self._words)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="quire-speech")
+
+    @property
+    def window_samples(self) -> int:
+        """Samples of a window."""
+        return self._words.window_samples
+
+    def check_prompt(self, options: SpeechOptions) -> None:
+        """Raise ValidationError if the prompt of options cannot be used."""
+        self._transcriber(options).previous()
 
     def checked(self, options: SpeechOptions) -> SpeechOptions:
         """Return options with the language's code. Raises ValidationError."""
@@ -116,6 +128,16 @@ class SpeechDesk:
             decoding.cancel()
             work.add_done_callback(_close_result)
             raise
+
+
+def desk_of(app: Starlette) -> SpeechDesk:
+    """Return the desk of a server's app, made at the first request and closed with the server."""
+    desk: SpeechDesk | None = getattr(app.state, "speech", None)
+    if desk is None:
+        server: ServerState = app.state.server
+        desk = app.state.speech = SpeechDesk(server.engine)
+        server.closers.append(desk.close)
+    return desk
 
 
 def _close_result(work: asyncio.Future[OwnedPcm]) -> None:

@@ -30,7 +30,7 @@ from quire.entrypoints.openai.streaming import COMMENT, DONE, frame
 from quire.entrypoints.openai.tenant import READ_HEADERS, apply_request_settings, tenant_of
 from quire.errors import UnavailableError, ValidationError
 from quire.speech import formats
-from quire.speech.desk import SpeechDesk
+from quire.speech.desk import desk_of
 from quire.speech.protocol import TranscriptionRequest, read_form
 from quire.speech.requests import SpeechOptions
 from quire.speech.transcript import Transcription
@@ -62,15 +62,6 @@ async def translate(request: Request) -> Response:
     return await _respond(request, "translate")
 
 
-def desk_of(request: Request) -> SpeechDesk:
-    """Return the server's desk, made at the first request."""
-    state = request.app.state
-    if getattr(state, "speech", None) is None:
-        state.speech = SpeechDesk(server_of(request).engine)
-    desk: SpeechDesk = state.speech
-    return desk
-
-
 @dataclass(frozen=True)
 class _Work:
     """A checked request with its sound's file."""
@@ -97,7 +88,7 @@ class _Work:
             "data_parallel_rank": body.replica,
         }
         request_id = f"transcription-{own_id_of(self.request.scope)}"
-        return desk_of(self.request).transcribe(self.source, self.options, request_id, **terms)
+        return desk_of(self.request.app).transcribe(self.source, self.options, request_id, **terms)
 
     async def whole(self) -> Transcription:
         """Return the transcript."""
@@ -107,7 +98,7 @@ class _Work:
 
 async def _respond(request: Request, task: str) -> Response:
     _check_origin(request)
-    desk = desk_of(request)
+    desk = desk_of(request.app)
     source = desk.store.new_path("upload")
     with _removed_on_error(source):
         raw = await _uploaded(request, source)

@@ -70,6 +70,7 @@ from quire.pooling.server import cohere, embeddings, pairs
 from quire.routing.counters import CounterSlot
 from quire.sleep import routes as sleep_routes
 from quire.speech import routes as speech_routes
+from quire.speech.realtime_route import add_realtime
 from quire.speech.vocabulary import hears
 
 if TYPE_CHECKING:
@@ -154,6 +155,8 @@ def build_app(
     )
     spec = engine.config.pooling
     speech = [SPEECH] if hears(engine.config) else []
+    if speech:
+        add_realtime(app, state)
     offered = [*(family.router for family in speech), *routers(config, spec)]
     controls = CONTROLS if admin_key(config) else ()
     app.state.server = state

@@ -19,7 +19,7 @@ import re
 import resource
 import sys
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import h11
 import uvicorn
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 MAX_HEADER_BYTES = 64 * 2**10
+MAX_WEBSOCKET_BYTES = 2**20  # of a message
 KEEP_ALIVE_S = 5
 GRACEFUL_SHUTDOWN_S = 5
 
@@ -169,7 +170,10 @@ class KeepAlive:
 
 
 def protocol_class(
-    config: ServerConfig, connection_count: ConnectionCount, hosts: AllowedHosts
+    config: ServerConfig,
+    connection_count: ConnectionCount,
+    hosts: AllowedHosts,
+    websocket_path: str | None = None,
 ) -> functools.partial[Connection]:
     """Return uvicorn's protocol factory."""
     return functools.partial(
@@ -178,6 +182,7 @@ def protocol_class(
         max_connections=max_connections(config),
         connection_count=connection_count,
         hosts=hosts,
+        websocket_path=websocket_path,
     )
 
 
@@ -201,9 +206,12 @@ class Connection(H11Protocol):
         max_connections: int,
         connection_count: ConnectionCount,
         hosts: AllowedHosts,
+        websocket_path: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._websocket_path = websocket_path
+        self._is_websocket = False
         self._application: ASGIApp = self.app
         self.app = self._answer
         self._connection_count = connection_count
@@ -245,6 +253,27 @@ class Connection(H11Protocol):
             self.send_400_response("A header must not be folded over several lines.")
         else:
             super().handle_events()
+
+    def _should_upgrade(self) -> bool:
+        """Upgrade requests for the one path of WebSockets; any other such request is answered as plain HTTP."""
+        scope = cast(Scope, self.scope)
+        is_ours = self._websocket_path is not None and scope["path"] == self._websocket_path
+        takes = is_ours and self.app == self._answer and self._refusal(scope) is None
+        return takes and super()._should_upgrade()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Hand the connection over; it counts until the other protocol has lost it."""
+        self._is_websocket = True
+        _cancel(self._read_timer, self._write_timer, self._probe_timer)
+        super().handle_websocket_upgrade(event)
+        socket = self.transport.get_protocol()
+        lost = socket.connection_lost
+
+        def lose(error: Exception | None) -> None:
+            lost(error)
+            self._connection_count.leave()
+
+        socket.connection_lost = lose  # type: ignore[assignment]
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep a half-closed connection open until the answer to its complete request has begun.
@@ -298,7 +327,7 @@ class Connection(H11Protocol):
         """Start or stop the read timer: it runs while a request is expected. Between requests keep-alive's timer
         runs.
         """
-        if self.transport.is_closing() or not self._awaits_more:
+        if self.transport.is_closing() or self._is_websocket or not self._awaits_more:
             _cancel(self._read_timer)
             self._read_timer = None
         elif self._read_timer is None:
@@ -428,14 +457,18 @@ def http_config(
 ) -> uvicorn.Config:
     """Return uvicorn's settings. Uses h11 because it bounds the size of headers and rejects ambiguous ones."""
     hide_queries()
+    path: str | None = getattr(app.state, "websocket_path", None)
     return uvicorn.Config(
         app,
         http=protocol_class(
             config,
             connection_count or ConnectionCount(),
             AllowedHosts(config, has_keys=bool(app.state.server.keys)),
+            path,
         ),  # type: ignore[arg-type]
-        ws="none",
+        ws="none" if path is None else "websockets-sansio",
+        ws_max_size=MAX_WEBSOCKET_BYTES,
+        ws_per_message_deflate=False,
         lifespan="off",
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_keep_alive=KEEP_ALIVE_S,
