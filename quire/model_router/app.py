@@ -50,7 +50,13 @@ from quire.entrypoints.openai.middleware.auth import (
     HttpMetrics,
     TrackInFlight,
 )
-from quire.entrypoints.openai.middleware.body_limit import BodyBudget, BodyEncoding, BodyLimit, HeaderLimit
+from quire.entrypoints.openai.middleware.body_limit import (
+    BodyBudget,
+    BodyEncoding,
+    BodyLimit,
+    BodySizes,
+    HeaderLimit,
+)
 from quire.errors import QuireError, UnavailableError, ValidationError
 from quire.metrics.catalog import make_family
 from quire.metrics.logging import LostLinesCollector
@@ -202,6 +208,7 @@ class RouterApp:
                 )
             )
         budget = BodyBudget(max(config.max_receiving_bytes, 2 * config.max_request_bytes))
+        sizes = BodySizes(config)
         return [
             *layers,
             Middleware(
@@ -211,8 +218,8 @@ class RouterApp:
                 root_path=config.root_path,
             ),
             Middleware(TrackInFlight, in_flight=self.in_flight),
-            Middleware(BodyEncoding, max_bytes=config.max_request_bytes, budget=budget),
-            Middleware(BodyLimit, max_bytes=config.max_request_bytes),
+            Middleware(BodyEncoding, sizes=sizes, budget=budget),
+            Middleware(BodyLimit, sizes=sizes),
         ]
 
     # Models

@@ -31,6 +31,7 @@ from quire.config import ServerConfig
 from quire.entrypoints.openai.connection_count import ConnectionCount
 from quire.entrypoints.openai.errors import error_body, id_headers, response_of, shaped_error
 from quire.entrypoints.openai.lifecycle import AllowedHosts
+from quire.entrypoints.openai.middleware.body_limit import AUDIO_PATHS
 from quire.entrypoints.openai.tls import tls_options
 from quire.errors import (
     ClientError,
@@ -241,7 +242,7 @@ class Connection(H11Protocol):
                 # a client that sends another request has read the previous response
                 self._watch_writing_anew()
             self._num_discarded = self._num_discarded + len(data) if self._discards else 0
-            if self._num_discarded > self._limits.max_request_bytes:
+            if self._num_discarded and self._num_discarded > self._most_discarded:
                 self.transport.abort()
                 return
             super().data_received(data)
@@ -340,6 +341,13 @@ class Connection(H11Protocol):
             return True
         is_first = self.cycle is None
         return self.conn.their_state is h11.IDLE and (is_first or bool(self.conn.trailing_data[0]))
+
+    @property
+    def _most_discarded(self) -> int:
+        """Bytes after which a client that goes on sending is cut off: those of a body; of sounds twice as many."""
+        limits, scope = self._limits, cast(Scope, self.scope)
+        is_audio = scope["path"].removeprefix(limits.root_path) in AUDIO_PATHS
+        return 2 * limits.max_audio_bytes if is_audio else limits.max_request_bytes
 
     @property
     def _discards(self) -> bool:
