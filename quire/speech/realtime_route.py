@@ -32,6 +32,7 @@ from quire.errors import (
 )
 from quire.speech.desk import SpeechDesk, desk_of
 from quire.speech.realtime import Event, Session, SessionEndError
+from quire.speech.vocabulary import hears
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,9 @@ def can_upgrade() -> bool:
 
 
 def add_realtime(app: FastAPI, state: ServerState) -> None:
-    """Serve WebSockets of an app that transcribes, if the package is there; else say so over HTTP."""
+    """Serve WebSockets if the app's model transcribes and the package is there; without it, say so over HTTP."""
+    if not hears(state.engine.config):
+        return
     app.add_middleware(Realtime, state=state, desk=lambda: desk_of(app))
     if can_upgrade():
         app.state.websocket_path = state.config.root_path + PATH
