@@ -43,6 +43,7 @@ help:
 	@echo 'make clients   stock client libraries against the server, in environments of their own: ARGS='
 	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan, their threads under TSan: ISAS="portable;avx2" TESTS='
 	@echo 'make soak      the long randomised tests; with SECONDS=60 a server under mixed traffic and faults for so long'
+	@echo 'make docs      the site of docs/ in build/site, every link checked (npm, if there: diagrams work offline)'
 	@echo 'make gpu-check kernels, models and engines on a GPU against their oracles; make gpu-bench: their speed'
 	@echo 'make clean     remove the environment, builds and caches'
 
@@ -143,6 +144,20 @@ sanitize: install
 
 soak: install
 	@$(BIN)/$(if $(SECONDS),python -m benchmarks.soak --seconds $(SECONDS),pytest -q -m soak) $(ARGS)
+
+$(VENV)/.docs: $(STAMP)
+	@echo 'installing mkdocs'; $(PIP) mkdocs-material
+	@touch $@
+
+MERMAID := build/mermaid
+
+# Without npm, a browser loads the library that draws diagrams from its public host.
+.PHONY: docs
+docs: install $(VENV)/.docs
+	@[ -e $(MERMAID)/package ] || ! command -v npm > /dev/null || { mkdir -p $(MERMAID) \
+	  && (cd $(MERMAID) && npm pack --silent mermaid@11 > /dev/null && tar -xzf mermaid-*.tgz package/dist/mermaid.min.js); }
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo 'site: build/site/index.html'
 
 # These run from the source tree with the machine's own Python, on which there need be nothing but torch and a few packages.
 gpu-check gpu-bench:
