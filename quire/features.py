@@ -8,6 +8,7 @@ CORE_FEATURES = {
     "structured_output": "quire.structured_output.holds:GrammarHolds",
     "lora": "quire.lora.holds:AdapterHolds",
     "multimodal": "quire.multimodal.holds:MediaHolds",
+    "speech": "quire.speech.aligner:WordAligner",
     "kv_store": "quire.kv_store.tier:StoreTier",
     "kv_transfer": "quire.kv_store.transfer_tier:TransferTier",
     "console": "quire.console.recorder:ConsoleRecorder",

@@ -110,6 +110,11 @@ class ServerConfig(Config):
         choices=("ignore", "reject"),
     )
     max_request_bytes: int = option(16 * 2**20, "Largest request body in bytes.", ge=1024)
+    max_audio_bytes: int = option(
+        25 * 2**20,
+        "Largest body of a request with a sound to transcribe, in bytes, its fields excluded.",
+        ge=1024,
+    )
     max_receiving_bytes: int = option(
         256 * 2**20,
         "Most bytes of request bodies that a process receives at once; more is answered 503 (two bodies always fit).",

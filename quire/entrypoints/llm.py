@@ -264,6 +264,9 @@ class LLM(OfflinePooling):
         prompt: str = "",
         temperature: float | Sequence[float] | None = None,
         timestamps: bool = True,
+        words: bool = False,
+        hotwords: str = "",
+        vad_filter: bool = False,
         seed: int | None = None,
         use_tqdm: bool = True,
     ) -> list[Transcription]:
@@ -276,14 +279,18 @@ class LLM(OfflinePooling):
             prompt: text that precedes the sound, for its names and style.
             temperature: one, or several to try in order; None: 0, 0.2 ... 1.0.
             timestamps: return segments with times; without, each window of 30 s is one segment.
+            words: give segments their words with times.
+            hotwords: words that are likely in the sounds.
+            vad_filter: transcribe only windows with a voice, by silero-vad's weights.
 
         Raises:
             ValidationError: the model does not transcribe, or a sound or an argument is invalid.
         """
-        options = options_of(language, task, prompt, temperature, timestamps=timestamps, seed=seed)
+        wants = {"timestamps": timestamps, "words": words, "vad_filter": vad_filter}
+        options = options_of(language, task, prompt, temperature, hotwords=hotwords, seed=seed, **wants)
         sounds = [audio] if isinstance(audio, str | Path | tuple) else list(audio)
         if self._speech is None:
-            self._speech = OfflineSpeech(self.llm_engine.config, self.get_tokenizer(), self._answer_asks)
+            self._speech = OfflineSpeech(self.llm_engine, self.get_tokenizer(), self._answer_asks)
         return self._speech.transcribe(sounds, options, use_tqdm)
 
     def _answer_asks(self, asks: Sequence[Ask]) -> list[RequestOutput]:

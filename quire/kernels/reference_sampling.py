@@ -283,7 +283,19 @@ def _invert(logits: Tensor, numbers: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    if num_top == 0 and logits.is_cpu:
+        of_chosen = logits.log_softmax(1).gather(1, chosen[:, None])
+        return chosen[:, None], of_chosen, _rank_among(logits, chosen)
     keys = order_keys(logits)
     best = ids_of(keys.topk(num_top).values, logits.shape[1])
     ids = torch.cat((chosen[:, None], best), dim=1)
     return ids, logits.log_softmax(1).gather(1, ids), rank_of(keys, chosen)
+
+
+def _rank_among(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Return `rank_of` for one token per row [N] of logits [N, V] on the host, in a fraction of the time of keys."""
+    ranks = [
+        1 + np.count_nonzero(row > row[token]) + np.count_nonzero(row[:token] == row[token])
+        for row, token in zip(logits.numpy(), token_ids.tolist(), strict=True)
+    ]
+    return torch.tensor(ranks, dtype=torch.int64)

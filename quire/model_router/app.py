@@ -51,7 +51,13 @@ from quire.entrypoints.openai.middleware.auth import (
     HttpMetrics,
     TrackInFlight,
 )
-from quire.entrypoints.openai.middleware.body_limit import BodyBudget, BodyEncoding, BodyLimit, HeaderLimit
+from quire.entrypoints.openai.middleware.body_limit import (
+    BodyBudget,
+    BodyEncoding,
+    BodyLimit,
+    BodySizes,
+    HeaderLimit,
+)
 from quire.errors import QuireError, UnavailableError, ValidationError
 from quire.features import BROWSER_PAGES
 from quire.metrics.catalog import make_family
@@ -207,6 +213,7 @@ class RouterApp:
         if config.console:
             layers.append(Middleware(import_place(BROWSER_PAGES), root_path=config.root_path))
         budget = BodyBudget(max(config.max_receiving_bytes, 2 * config.max_request_bytes))
+        sizes = BodySizes(config)
         return [
             *layers,
             Middleware(
@@ -216,8 +223,8 @@ class RouterApp:
                 root_path=config.root_path,
             ),
             Middleware(TrackInFlight, in_flight=self.in_flight),
-            Middleware(BodyEncoding, max_bytes=config.max_request_bytes, budget=budget),
-            Middleware(BodyLimit, max_bytes=config.max_request_bytes),
+            Middleware(BodyEncoding, sizes=sizes, budget=budget),
+            Middleware(BodyLimit, sizes=sizes),
         ]
 
     # Models

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.config.arch import ENCODER_UNIT
+from quire.config.arch import ENCODER_UNIT, encoder_positions
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata
@@ -54,12 +54,17 @@ class DecoderRows(NamedTuple):
     """Step of the same tokens over the encoder's output."""
 
 
-def split_rows(positions: Tensor, step: StepContext, block_size: int) -> DecoderRows:
+def split_rows(
+    positions: Tensor, step: StepContext, block_size: int, length: int | None = None
+) -> DecoderRows:
     """Split a step's rows [T] into encoders' output and tokens.
 
     Args:
         block_size: tokens per block, which divides P.
+        length: E, if it is the same for all requests.
     """
+    if length is not None and step.encoded_lens is None:
+        return _only_tokens(step, length, block_size)
     metadata = step.metadata(0, AttentionMetadata)
     tokens, starts, longest = _tokens(positions, metadata)
     lens = step.encoded_lens
@@ -77,6 +82,39 @@ def split_rows(positions: Tensor, step: StepContext, block_size: int) -> Decoder
     adapters = step.adapter_rows
     alone = StepContext((own,), adapters if adapters is None or tokens is None else adapters[tokens])
     return DecoderRows(tokens, alone, replace(alone, groups=(_crossing(own, lens, metadata),)))
+
+
+def _only_tokens(step: StepContext, length: int, block_size: int) -> DecoderRows:
+    """Return the rows of a step without media, which are all of decoders.
+
+    No value of a tensor is read, so that the operations can be recorded. The rows of a rehearsal, which no encoder's
+    output precedes, have the blocks that they are given as either part.
+    """
+    metadata = step.metadata(0, AttentionMetadata)
+    starts, tables, num_encoded = metadata.query_start_loc, metadata.block_tables, encoder_positions(length)
+    num_blocks = num_encoded // block_size
+    own = replace(
+        metadata,
+        seq_lens=torch.maximum(metadata.seq_lens - num_encoded, starts[1:] - starts[:-1]),
+        # A clone, because a single row is contiguous already, and all sizes of a recorded step must copy alike.
+        block_tables=tables[:, num_blocks:].clone(memory_format=torch.contiguous_format)
+        if tables.shape[1] > num_blocks
+        else tables,
+        max_seq_len=max(metadata.max_seq_len - num_encoded, metadata.max_query_len),
+    )
+    seen = min(length, tables.shape[1] * block_size)
+    crossing = replace(
+        own,
+        seq_lens=torch.full_like(own.seq_lens, seen),
+        block_tables=tables,
+        max_seq_len=seen,
+        # A row of a longer query would see as many rows fewer as tokens follow it.
+        last_seen=torch.full(
+            (len(metadata.slot_mapping),), seen - 1, dtype=torch.int32, device=tables.device
+        ),
+    )
+    alone = replace(step, groups=(own,))
+    return DecoderRows(None, alone, replace(alone, groups=(crossing,)))
 
 
 def _tokens(positions: Tensor, metadata: AttentionMetadata) -> tuple[Tensor | None, Tensor, int]:
@@ -159,11 +197,23 @@ def _positions(config: EngineConfig, name: str) -> Module | None:
 
 
 class JointAttention(Attention):
-    """Cache of a layer's self-attention and cross-attention, and attention over either part of it."""
+    """Cache of a layer's self-attention and cross-attention, and attention over either part of it.
+
+    Args:
+        has_one_length: whether the encoder's output has the same length in all requests.
+    """
+
+    def __init__(self, *, has_one_length: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self._has_one_length = has_one_length
 
     def why_not_captured(self) -> str | None:
         """See `CacheUser`."""
-        return "rows of an encoder's output are told from tokens by their positions, which is not captured"
+        if not self._has_one_length:
+            return "lengths of encoders' outputs differ from request to request, which is not captured"
+        if self.k_cache.device.type != "cpu":
+            return "a decoder behind an encoder is recorded on a CPU only"
+        return super().why_not_captured()
 
 
 class SelfProjections(Module):
@@ -221,6 +271,13 @@ def _projection(config: EngineConfig, name: str, bias: bool, *, partition: str =
     )
 
 
+def _length_of(config: EngineConfig) -> int | None:
+    """Return E if it is the same for all requests, as a sound's; a text has as many rows as tokens."""
+    part_of = config.arch.part_of
+    assert part_of is not None, "a decoder with cross-attention belongs to an encoder"
+    return None if part_of.reads_text else part_of.encoder_length
+
+
 class CrossingBlock(Module):
     """Layer of a decoder: self-attention, cross-attention and an MLP, each with a norm before or after it."""
 
@@ -232,6 +289,7 @@ class CrossingBlock(Module):
         self.self_attn = SelfProjections(config=config, prefix=f"{prefix}.self_attn", layer=layer)
         self.encoder_attn = CrossProjections(config=config, prefix=f"{prefix}.encoder_attn")
         self.attention = JointAttention(
+            has_one_length=_length_of(config) is not None,
             config=config,
             name=f"{prefix}.attention",
             num_heads=arch.num_heads,
@@ -292,6 +350,7 @@ class CrossingDecoder(Module):
         super().__init__()
         arch = config.arch
         self.block_size, self.size = config.cache.block_size, arch.hidden_size
+        self.length = _length_of(config)
         if ENCODER_UNIT % self.block_size:
             raise ConfigError(
                 f"--block-size is {self.block_size}, and must divide {ENCODER_UNIT}, of which the positions of an "
@@ -320,7 +379,7 @@ class CrossingDecoder(Module):
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Return hidden states [T, H]: 0 in rows of an encoder's output."""
-        rows = split_rows(positions, step, self.block_size)
+        rows = split_rows(positions, step, self.block_size, self.length)
         if step.media is not None:
             self._store(step)
         if rows.tokens is None:

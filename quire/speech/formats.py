@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forms of a transcript: subtitles, and the replies and stream events of OpenAI's API and of vLLM's.
 
-Invariant: the deltas of a stream concatenate to the text of the same request without stream.
+Invariant: the deltas of a stream concatenate to the text of its last event, which is that of the same request without
+stream unless the latter tries a second temperature.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.speech.languages import LANGUAGES
-from quire.speech.transcript import Segment, Transcription
+from quire.speech.transcript import Segment, Transcription, words_in
 
 
 class DurationUsage(msgspec.Struct, kw_only=True):
@@ -62,8 +63,16 @@ class SegmentReply(msgspec.Struct):
     no_speech_prob: float
 
 
+class WordReply(msgspec.Struct):
+    """Word of verbose_json, without spaces around it."""
+
+    word: str
+    start: float
+    end: float
+
+
 class VerboseReply(msgspec.Struct, kw_only=True):
-    """Reply of `response_format` verbose_json."""
+    """Reply of `response_format` verbose_json; without `words` unless they were wanted."""
 
     task: str
     language: str
@@ -71,6 +80,7 @@ class VerboseReply(msgspec.Struct, kw_only=True):
     text: str
     segments: list[SegmentReply]
     usage: DurationUsage
+    words: list[WordReply] | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
 
 
@@ -126,14 +136,16 @@ def usage_tokens(transcription: Transcription) -> TokenUsage:
     )
 
 
-def verbose(transcription: Transcription) -> VerboseReply:
-    """Return a transcript with its segments."""
+def verbose(transcription: Transcription, *, segments: bool = True, words: bool = False) -> VerboseReply:
+    """Return a transcript with its segments and words, each if wanted."""
+    found = words_in(transcription.segments)
     return VerboseReply(
         task=transcription.task,
         language=LANGUAGES.get(transcription.language, transcription.language),
         duration=transcription.duration,
         text=transcription.text,
-        segments=[_segment(number, one) for number, one in enumerate(transcription.segments)],
+        segments=[_segment(*each) for each in enumerate(transcription.segments)] if segments else [],
+        words=[WordReply(one.text.strip(), one.start, one.end) for one in found] if words else UNSET,
         usage=usage_seconds(transcription),
     )
 
@@ -153,26 +165,40 @@ def _segment(number: int, segment: Segment) -> SegmentReply:
     )
 
 
-def srt(transcription: Transcription) -> str:
-    """Return subtitles in SubRip's form."""
+class Cue(NamedTuple):
+    """Line of subtitles."""
+
+    start: float
+    end: float
+    text: str
+
+
+def cues(transcription: Transcription, *, words: bool = False) -> list[Cue]:
+    """Return a line for each segment, or for each word."""
+    parts = words_in(transcription.segments) if words else transcription.segments
+    return [Cue(one.start, one.end, _line(one.text)) for one in parts]
+
+
+def srt(transcription: Transcription, *, words: bool = False) -> str:
+    """Return subtitles in SubRip's form, a line for each segment or for each word."""
     return "".join(
-        f"{number}\n{_clock(one.start, ',', hours=True)} --> {_clock(one.end, ',', hours=True)}\n{_line(one)}\n\n"
-        for number, one in enumerate(transcription.segments, start=1)
+        f"{number}\n{_clock(one.start, ',', hours=True)} --> {_clock(one.end, ',', hours=True)}\n{one.text}\n\n"
+        for number, one in enumerate(cues(transcription, words=words), start=1)
     )
 
 
-def vtt(transcription: Transcription) -> str:
-    """Return subtitles in WebVTT's form."""
-    cues = (
-        f"{_clock(one.start, '.')} --> {_clock(one.end, '.')}\n{_escaped(_line(one))}\n\n"
-        for one in transcription.segments
+def vtt(transcription: Transcription, *, words: bool = False) -> str:
+    """Return subtitles in WebVTT's form, as `srt`."""
+    lines = (
+        f"{_clock(one.start, '.')} --> {_clock(one.end, '.')}\n{_escaped(one.text)}\n\n"
+        for one in cues(transcription, words=words)
     )
-    return "WEBVTT\n\n" + "".join(cues)
+    return "WEBVTT\n\n" + "".join(lines)
 
 
-def _line(segment: Segment) -> str:
-    """Return a segment's text as one line without the arrow that separates times."""
-    return " ".join(segment.text.split()).replace("-->", "->")
+def _line(text: str) -> str:
+    """Return a text as one line without the arrow that separates times."""
+    return " ".join(text.split()).replace("-->", "->")
 
 
 def _escaped(text: str) -> str:
@@ -189,14 +215,14 @@ def _clock(seconds: float, mark: str, *, hours: bool = False) -> str:
     return f"{front}{minutes:02}:{rest:02}{mark}{thousandths:03}"
 
 
-def plain(transcription: Transcription) -> str:
+def plain(transcription: Transcription, *, words: bool = False) -> str:
     """Return the text with a line break at its end."""
     return transcription.text + "\n"
 
 
-def as_json(transcription: Transcription) -> str:
+def as_json(transcription: Transcription, *, words: bool = False) -> str:
     """Return verbose_json as text."""
-    found: Any = msgspec.to_builtins(verbose(transcription))
+    found: Any = msgspec.to_builtins(verbose(transcription, words=words))
     return json.dumps(found, ensure_ascii=False, indent=2) + "\n"
 
 

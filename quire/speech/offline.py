@@ -5,26 +5,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
 from quire.outputs import RequestOutput
+from quire.speech.alignment import UTILITY, token_times
 from quire.speech.audio import Sound
-from quire.speech.requests import FALLBACK_TEMPERATURES, Ask, SpeechOptions
+from quire.speech.requests import FALLBACK_TEMPERATURES, Ask, SpeechOptions, TimesAsk
 from quire.speech.store import OwnedPcm, SpeechStore
 from quire.speech.transcriber import Job, Transcriber
 from quire.speech.transcript import Transcription, WindowText, transcription_of
 from quire.speech.vocabulary import hears, read_vocabulary
-from quire.speech.windows import Window, windows_of
+from quire.speech.windows import Window
 
 # A path, or samples [T] or [T, channels] with their number per second.
 Audio = str | Path | tuple[Any, int]
@@ -32,26 +32,47 @@ Generate = Callable[[Sequence[Ask]], list[RequestOutput]]
 
 OFFLINE_MAX_SECONDS = 24 * 3600.0
 BLOCK_SAMPLES = 2**16
+MAX_WINDOWS = 32
 
 
-@dataclass
 class _Progress:
     """State of one sound; `parts` are its windows' results by number."""
 
-    sound: OwnedPcm
-    transcriber: Transcriber
-    language: str
-    windows: Iterator[tuple[int, Window]]
-    parts: dict[int, WindowText] = field(default_factory=dict)
+    def __init__(self, sound: OwnedPcm, windows: Iterator[Window], language: str) -> None:
+        self.sound = sound
+        self.language = language
+        self.parts: dict[int, WindowText] = {}
+        self.windows = enumerate(windows)
+        self.num_open = 0
+        self.is_started = False
+        """True if no window is left to start."""
 
-    def result(self) -> Transcription:
+    @property
+    def is_done(self) -> bool:
+        return self.is_started and not self.num_open
+
+    def result(self, transcriber: Transcriber) -> Transcription:
         parts = [self.parts[number] for number in sorted(self.parts)]
-        words, options = self.transcriber.words, self.transcriber.options
-        return transcription_of(words, parts, self.language, options.task, self.sound.seconds)
+        task = transcriber.options.task
+        return transcription_of(transcriber.words, parts, self.language, task, self.sound.seconds)
+
+
+class _Running(NamedTuple):
+    """Job of a window, with its unanswered request."""
+
+    progress: _Progress
+    number: int
+    window: Window
+    job: Job[WindowText]
+    ask: Ask | TimesAsk
 
 
 class OfflineSpeech:
     """Transcription on an engine in this process.
+
+    The windows of all sounds are in flight together, in rounds of one request each. A window's first request is for its
+    probability of silence: so all encoders have run before the first text, and the texts are sampled in one batch.
+    Encoders that ran between the steps of texts would leave each step a row or two.
 
     Args:
         generate: returns the outputs of requests, in order.
@@ -60,14 +81,16 @@ class OfflineSpeech:
         ValidationError: the model does not transcribe.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, generate: Generate) -> None:
+    def __init__(self, engine: LLMEngine, tokenizer: Tokenizer, generate: Generate) -> None:
+        config = engine.config
         if not hears(config):
             raise ValidationError(f"{config.model.model} does not transcribe; load a Whisper model")
         self._words = read_vocabulary(config, tokenizer.file)
         self._store = SpeechStore(self._words, OFFLINE_MAX_SECONDS)
         self._tokenizer = tokenizer
         self._generate = generate
-        self._width = max(1, min(config.scheduler.max_num_seqs, 32))
+        self._engine = engine
+        self._width = _most_windows(engine)
 
     def transcribe(
         self, audio: Sequence[Audio], options: SpeechOptions, use_tqdm: bool
@@ -79,62 +102,97 @@ class OfflineSpeech:
         """
         self._words.check_task(options.task)
         language = self._words.checked_language(options.language)
-        options = replace(options, language=language)
+        options = replace(options, language=language, no_speech=True)
         transcriber = Transcriber(self._words, options, self._encode, self._tokenizer_decode)
-        previous = transcriber.previous()
-        results = []
-        with tqdm(total=0, unit="s", desc="Transcribed", disable=not use_tqdm or None) as bar:
-            for one in audio:
-                with closing(self._opened(one)) as sound:
-                    bar.total = (bar.total or 0) + round(sound.seconds)
-                    bar.refresh()
-                    results.append(self._one(sound, transcriber, previous, bar))
-        return results
+        with (
+            tqdm(total=0, unit="s", desc="Transcribed", disable=not use_tqdm or None) as bar,
+            ExitStack() as opened,
+        ):
+            return self._all(audio, transcriber, opened, bar)
 
     def close(self) -> None:
         """Remove all files; idempotent."""
         self._store.close()
 
-    def _one(self, sound: OwnedPcm, transcriber: Transcriber, previous: list[int], bar: Any) -> Transcription:
-        windows = windows_of(sound, self._words.window_samples)
-        language = transcriber.options.language
-        if language is None:
-            first = next(windows_of(sound, self._words.window_samples))
-            (language,) = self._run([transcriber.detect_language(self._store.features(sound, first))])
-        progress = _Progress(sound, transcriber, language, enumerate(windows))
-        jobs: dict[int, tuple[Job[WindowText], Ask, Window]] = {}
-        while self._top_up(progress, jobs, previous):
-            outputs = self._generate([ask for _, ask, _ in jobs.values()])
-            for number, output in zip(list(jobs), outputs, strict=True):
-                job, _, window = jobs[number]
-                try:
-                    jobs[number] = (job, job.send(output), window)
-                except StopIteration as end:
-                    progress.parts[number] = end.value
-                    del jobs[number]
-                    bar.update(round(window.end_s) - round(window.start_s))
-        return progress.result()
+    def _all(
+        self, audio: Sequence[Audio], transcriber: Transcriber, opened: ExitStack, bar: Any
+    ) -> list[Transcription]:
+        """Return the transcripts; a sound's samples are removed when its last window is done."""
+        found: list[_Progress] = []
+        waiting = self._started(audio, transcriber, opened, bar, found)
+        running = list(itertools.islice(waiting, self._width))
+        while running:
+            outputs = self._outputs_of([one.ask for one in running])
+            answered = map(self._answered, running, outputs, itertools.repeat(bar))
+            running = [one for one in answered if one is not None]
+            running += itertools.islice(waiting, self._width - len(running))
+        return [progress.result(transcriber) for progress in found]
 
-    def _top_up(
+    def _started(
         self,
-        progress: _Progress,
-        jobs: dict[int, tuple[Job[WindowText], Ask, Window]],
-        previous: list[int],
-    ) -> bool:
-        """Start jobs of further windows until there are enough; return False if there are none at all."""
-        while len(jobs) < self._width:
-            following = next(progress.windows, None)
-            if following is None:
-                break
-            number, window = following
-            audio = self._store.features(progress.sound, window)
-            job = progress.transcriber.window(audio, window, progress.language, previous)
-            jobs[number] = (job, next(job), window)
-        return bool(jobs)
+        audio: Sequence[Audio],
+        transcriber: Transcriber,
+        opened: ExitStack,
+        bar: Any,
+        found: list[_Progress],
+    ) -> Iterator[_Running]:
+        """Yield the windows of all sounds, each computed when it is wanted; add the sounds to `found`."""
+        previous = transcriber.previous()
+        for progress in self._opened_sounds(audio, transcriber, opened, bar):
+            found.append(progress)
+            for number, window in progress.windows:
+                features = self._store.features(progress.sound, window)
+                job = transcriber.window(features, window, progress.language, previous)
+                progress.num_open += 1
+                yield _Running(progress, number, window, job, next(job))
+            progress.is_started = True
+            if progress.is_done:
+                progress.sound.close()
 
-    def _run(self, jobs: list[Job[Any]]) -> list[Any]:
-        """Return the results of jobs of one request each."""
-        outputs = self._generate([next(job) for job in jobs])
+    def _outputs_of(self, asks: Sequence[Ask | TimesAsk]) -> list[Any]:
+        """Return an answer to each request, in order; those for texts are sampled in one batch."""
+        texts = iter(self._generate([ask for ask in asks if isinstance(ask, Ask)]))
+        return [next(texts) if isinstance(ask, Ask) else self._times(ask) for ask in asks]
+
+    def _times(self, ask: TimesAsk) -> list[float]:
+        return token_times(self._engine.call_core(UTILITY, ask.alignment, ask.item))
+
+    def _answered(self, one: _Running, output: Any, bar: Any) -> _Running | None:
+        """Send a job its output; return it with its next request, or None if it is done."""
+        progress, window = one.progress, one.window
+        try:
+            return one._replace(ask=one.job.send(output))
+        except StopIteration as end:
+            progress.parts[one.number] = end.value
+        progress.num_open -= 1
+        if progress.is_done:
+            progress.sound.close()
+        bar.update(round(window.end_s) - round(window.start_s))
+        return None
+
+    def _opened_sounds(
+        self, audio: Sequence[Audio], transcriber: Transcriber, opened: ExitStack, bar: Any
+    ) -> Iterator[_Progress]:
+        """Yield sounds with their language: one by one if it is given, else so many that a batch detects it."""
+        language = transcriber.options.language
+        size = 1 if language is not None else self._width
+        for start in range(0, len(audio), size):
+            sounds = [opened.enter_context(closing(self._opened(one))) for one in audio[start : start + size]]
+            bar.total += sum(round(sound.seconds) for sound in sounds)
+            bar.refresh()
+            languages = [language] * len(sounds) if language else self._detected(sounds, transcriber)
+            for sound, spoken in zip(sounds, languages, strict=True):
+                windows = self._store.windows(sound, vad_filter=transcriber.options.vad_filter)
+                yield _Progress(sound, windows, spoken)
+
+    def _detected(self, sounds: Sequence[OwnedPcm], transcriber: Transcriber) -> list[str]:
+        """Return the language of each sound's first window."""
+        firsts = [
+            self._store.first_window(sound, vad_filter=transcriber.options.vad_filter) for sound in sounds
+        ]
+        features = map(self._store.features, sounds, firsts)
+        jobs = [transcriber.detect_language(one) for one in features]
+        outputs = self._outputs_of([next(job) for job in jobs])
         return [_ended(job, output) for job, output in zip(jobs, outputs, strict=True)]
 
     def _opened(self, audio: Audio) -> OwnedPcm:
@@ -165,11 +223,10 @@ class EngineSpeech(OfflineSpeech):
     def __init__(self, engine: LLMEngine) -> None:
         if engine.tokenizer is None:
             raise ValidationError("transcription needs a tokenizer; drop --skip-tokenizer-init")
-        self._engine = engine
         self._requests = itertools.count()
-        super().__init__(engine.config, engine.tokenizer, self._answered)
+        super().__init__(engine, engine.tokenizer, self._outputs)
 
-    def _answered(self, asks: Sequence[Ask]) -> list[RequestOutput]:
+    def _outputs(self, asks: Sequence[Ask]) -> list[RequestOutput]:
         ids = [str(next(self._requests)) for _ in asks]
         for request_id, ask in zip(ids, asks, strict=True):
             self._engine.add_request(request_id, ask.prompt, ask.params)
@@ -177,6 +234,13 @@ class EngineSpeech(OfflineSpeech):
         while self._engine.has_unfinished_requests():
             last.update((output.request_id, output) for output in self._engine.step())
         return [last[request_id] for request_id in ids]
+
+
+def _most_windows(engine: LLMEngine) -> int:
+    """Return the windows whose encoders' outputs the KV cache holds at once, with their texts."""
+    ready, config = engine.core_ready, engine.config
+    capacity = ready.num_blocks * ready.block_size // config.model.max_model_len
+    return max(1, min(config.scheduler.max_num_seqs, capacity, MAX_WINDOWS))
 
 
 def _ended(job: Job[Any], output: RequestOutput) -> Any:

@@ -40,8 +40,9 @@ class TranscriptionRequest(EngineRequest):
     temperature: float | None = Field(None, ge=0.0, le=2.0, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-1, le=2**63 - 1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    timestamp_granularities: list[Literal["segment"]] | None = None
+    timestamp_granularities: list[Literal["segment", "word"]] | None = None
     chunking_strategy: Literal["auto"] | None = None
+    vad_filter: bool = False
     stream: bool = False
     stream_format: Literal["openai", "vllm"] = "openai"
 
@@ -57,9 +58,10 @@ class TranscriptionRequest(EngineRequest):
                 f"a stream has no times: response_format must be json or text, got {self.response_format}",
                 param="response_format",
             )
-        if self.timestamp_granularities and self.response_format != "verbose_json":
+        if self.timestamp_granularities and not with_times:
             raise ValidationError(
-                "timestamp_granularities needs response_format verbose_json", param="timestamp_granularities"
+                "timestamp_granularities needs response_format verbose_json, srt or vtt",
+                param="timestamp_granularities",
             )
         return SpeechOptions(
             language=self.language,
@@ -71,7 +73,20 @@ class TranscriptionRequest(EngineRequest):
             no_speech=self.response_format == "verbose_json",
             seed=None if self.seed == -1 else self.seed,
             max_tokens=self.max_completion_tokens,
+            words=self.wants_words,
+            vad_filter=self.vad_filter,
+            is_live=self.stream,
         )
+
+    @property
+    def wants_words(self) -> bool:
+        """True if words with times are wanted."""
+        return "word" in (self.timestamp_granularities or ())
+
+    @property
+    def wants_segments(self) -> bool:
+        """True unless words alone are wanted."""
+        return not self.timestamp_granularities or "segment" in self.timestamp_granularities
 
 
 async def read_form(request: Request, target: Path) -> dict[str, Any]:

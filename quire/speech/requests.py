@@ -17,6 +17,8 @@ from quire.inputs import TokensPrompt
 from quire.media import MediaItem
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.speech.alignment import Alignment
+from quire.speech.features import HOP
 from quire.speech.rules import rule_args
 from quire.speech.vocabulary import SpeechVocabulary
 
@@ -43,6 +45,9 @@ class SpeechOptions:
         no_speech: whether the probability of silence is wanted for every window.
         seed: of temperatures above 0.
         max_tokens: most tokens of a window; None fills the context.
+        words: whether words with times are wanted.
+        vad_filter: whether only windows with a voice are transcribed.
+        is_live: whether texts are wanted while they grow; then no second temperature is tried.
     """
 
     language: str | None = None
@@ -54,6 +59,9 @@ class SpeechOptions:
     no_speech: bool = False
     seed: int | None = None
     max_tokens: int | None = None
+    words: bool = False
+    vad_filter: bool = False
+    is_live: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,19 +75,46 @@ class WindowAudio:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request to the engine."""
+    """One request to the engine.
+
+    Args:
+        is_live: whether its outputs are cumulative, and their texts final as far as they go.
+    """
 
     prompt: TokensPrompt
     params: SamplingParams
+    is_live: bool = False
+
+
+@dataclass(frozen=True)
+class TimesAsk:
+    """Call of the engine for the times of a window's tokens; `audio` keeps the file of `item`."""
+
+    alignment: Alignment
+    item: MediaItem
+    audio: WindowAudio
+
+
+def item_of(words: SpeechVocabulary, audio: WindowAudio) -> MediaItem:
+    """Return the item whose embeddings are the encoder's output."""
+    size = words.num_encoded
+    return MediaItem(audio.digest, "audio", 0, size, [(0, words.num_frames // 2)], audio.path)
 
 
 def prompt_of(words: SpeechVocabulary, audio: WindowAudio, decoder_ids: Sequence[int]) -> TokensPrompt:
     """Return the prompt: positions of the encoder's output, then the decoder's ids."""
-    size = words.num_encoded
-    item = MediaItem(audio.digest, "audio", 0, size, [(0, words.num_frames // 2)], audio.path)
-    return TokensPrompt(
-        prompt_token_ids=[*[words.end] * size, *decoder_ids], media=[item], leases=list(audio.leases)
+    ids = [*[words.end] * words.num_encoded, *decoder_ids]
+    return TokensPrompt(prompt_token_ids=ids, media=[item_of(words, audio)], leases=list(audio.leases))
+
+
+def times_request(
+    words: SpeechVocabulary, audio: WindowAudio, ids: Sequence[int], tokens: Sequence[int], num_samples: int
+) -> TimesAsk:
+    """Return the call for the times of a window's tokens behind the decoder's prompt `ids`."""
+    alignment = Alignment(
+        list(ids), list(tokens), num_samples // HOP, list(words.alignment_heads), words.median_width
     )
+    return TimesAsk(alignment, item_of(words, audio), audio)
 
 
 def previous_ids(words: SpeechVocabulary, encode: Encode, prompt: str) -> list[int]:
@@ -112,7 +147,8 @@ def text_request(
     audio: WindowAudio,
     ids: Sequence[int],
     temperature: float,
-    kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+    *,
+    is_live: bool = False,
 ) -> Ask:
     """Return the request for a window's text."""
     room = words.context - len(ids)
@@ -123,9 +159,9 @@ def text_request(
         logprobs=0,
         detokenize=False,
         extra_args=rule_args(timestamps=options.timestamps),
-        output_kind=kind,
+        output_kind=RequestOutputKind.CUMULATIVE if is_live else RequestOutputKind.FINAL_ONLY,
     )
-    return Ask(prompt_of(words, audio, ids), params)
+    return Ask(prompt_of(words, audio, ids), params, is_live)
 
 
 def language_request(words: SpeechVocabulary, audio: WindowAudio) -> Ask:

@@ -32,8 +32,9 @@ from quire.entrypoints.openai.streaming import COMMENT, DONE, frame
 from quire.entrypoints.openai.tenant import READ_HEADERS, apply_request_settings, tenant_of
 from quire.errors import UnavailableError, ValidationError
 from quire.speech import formats
-from quire.speech.desk import SpeechDesk
+from quire.speech.desk import desk_of
 from quire.speech.protocol import TranscriptionRequest, read_form
+from quire.speech.realtime_route import add_realtime
 from quire.speech.requests import SpeechOptions
 from quire.speech.transcript import Transcription
 from quire.speech.vocabulary import hears
@@ -65,15 +66,6 @@ async def translate(request: Request) -> Response:
     return await _respond(request, "translate")
 
 
-def desk_of(request: Request) -> SpeechDesk:
-    """Return the server's desk, made at the first request."""
-    state = request.app.state
-    if getattr(state, "speech", None) is None:
-        state.speech = SpeechDesk(server_of(request).engine)
-    desk: SpeechDesk = state.speech
-    return desk
-
-
 @dataclass(frozen=True)
 class _Work:
     """A checked request with its sound's file."""
@@ -100,7 +92,7 @@ class _Work:
             "data_parallel_rank": body.replica,
         }
         request_id = f"transcription-{own_id_of(self.request.scope)}"
-        return desk_of(self.request).transcribe(self.source, self.options, request_id, **terms)
+        return desk_of(self.request.app).transcribe(self.source, self.options, request_id, **terms)
 
     async def whole(self) -> Transcription:
         """Return the transcript."""
@@ -110,7 +102,7 @@ class _Work:
 
 async def _respond(request: Request, task: str) -> Response:
     _check_origin(request)
-    desk = desk_of(request)
+    desk = desk_of(request.app)
     source = desk.store.new_path("upload")
     with _removed_on_error(source):
         raw = await _uploaded(request, source)
@@ -158,11 +150,11 @@ def _reply(found: Transcription, body: TranscriptionRequest) -> Response:
         case "text":
             return PlainTextResponse(formats.plain(found))
         case "srt":
-            return PlainTextResponse(formats.srt(found))
+            return PlainTextResponse(formats.srt(found, words=body.wants_words))
         case "vtt":
-            return PlainTextResponse(formats.vtt(found), media_type="text/vtt")
+            return PlainTextResponse(formats.vtt(found, words=body.wants_words), media_type="text/vtt")
         case "verbose_json":
-            reply = formats.verbose(found)
+            reply = formats.verbose(found, segments=body.wants_segments, words=body.wants_words)
             reply.ignored = ignored
             return json_response(reply)
     return json_response(
@@ -253,4 +245,4 @@ async def _send(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-FEATURE = ServerFeature(families=(EndpointFamily(router, hears),))
+FEATURE = ServerFeature(families=(EndpointFamily(router, hears),), install=add_realtime)

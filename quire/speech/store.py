@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from quire.errors import UnavailableError, ValidationError
@@ -23,8 +24,9 @@ from quire.speech.audio import Sound, decode, write_samples
 from quire.speech.features import log_mel
 from quire.speech.requests import WindowAudio
 from quire.speech.vocabulary import SpeechVocabulary
+from quire.speech.voice import load_detector, voiced_windows
 from quire.speech.wav import read_header
-from quire.speech.windows import PcmFile, Window
+from quire.speech.windows import PcmFile, Window, windows_of
 from quire.structured_output.checker import ONE_THREAD
 
 CACHE_BYTES = 256 * 2**20
@@ -110,6 +112,20 @@ class SpeechStore:
                 item = self._files.add(digest, "audio", Layout("", []), num_bytes)
             lease = self._files.lease(digest)
         return WindowAudio(digest, item.path, (lease,))
+
+    def windows(self, sound: PcmFile, *, vad_filter: bool) -> Iterator[Window]:
+        """Return a sound's windows, or those with a voice, computed one by one.
+
+        Raises:
+            ValidationError: the detector's weights are missing.
+        """
+        size = self._words.window_samples
+        return voiced_windows(sound, size, load_detector()) if vad_filter else windows_of(sound, size)
+
+    def first_window(self, sound: PcmFile, *, vad_filter: bool) -> Window:
+        """Return the window that shows a sound's language: the first, with a voice if one has. Raises as `windows`."""
+        plain = next(windows_of(sound, self._words.window_samples))
+        return next(self.windows(sound, vad_filter=vad_filter), plain)
 
     def close(self) -> None:
         """Remove the directory; idempotent."""

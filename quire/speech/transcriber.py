@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.outputs import RequestOutput
 from quire.speech.requests import (
@@ -20,6 +20,7 @@ from quire.speech.requests import (
     Attempt,
     Encode,
     SpeechOptions,
+    TimesAsk,
     WindowAudio,
     completion_of,
     decoder_ids,
@@ -29,13 +30,15 @@ from quire.speech.requests import (
     read_attempt,
     silence_request,
     text_request,
+    times_request,
 )
-from quire.speech.transcript import WindowText, segments_of
+from quire.speech.transcript import Pieces, WindowText
 from quire.speech.vocabulary import SpeechVocabulary
 from quire.speech.windows import Window
 
 T = TypeVar("T")
-Job = Generator[Ask, RequestOutput, T]
+Job = Generator[Ask | TimesAsk, Any, T]
+"""Is sent a `RequestOutput` for each `Ask`, the tokens' times in seconds of the window for each `TimesAsk`."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,14 @@ class Transcriber:
     ) -> Job[WindowText]:
         """Return a window's segments: none if it is silent."""
         ids = decoder_ids(self.words, self.options, language, previous)
+        options = self.options
         silence: float | None = None
-        if self.options.no_speech:
+        if options.no_speech or options.is_live:
             silence = yield from self._silence(audio, previous)
+        is_live = options.is_live and silence is not None and silence <= SILENCE_PROB
         num_tokens, attempts = 0, list[Attempt]()
-        for temperature in self.options.temperatures:
-            output = yield text_request(self.words, self.options, audio, ids, temperature)
+        for temperature in options.temperatures[: 1 if options.is_live else None]:
+            output = yield text_request(self.words, options, audio, ids, temperature, is_live=is_live)
             attempt = read_attempt(self.words, output, temperature, self.decode)
             num_tokens += len(attempt.tokens)
             attempts.append(attempt)
@@ -81,10 +86,19 @@ class Transcriber:
                 silence = (yield from self._silence(audio, previous)) if silence is None else silence
                 if silence > SILENCE_PROB:
                     return WindowText([], len(ids), num_tokens)
-        found = segments_of(
-            self.words, attempts[-1], window.start_s, window.end_s, self.decode, no_speech_prob=silence
-        )
+        best = attempts[-1]
+        times = None
+        if self.options.words and best.text.strip():
+            times = yield times_request(self.words, audio, ids, best.tokens, window.end - window.start)
+        pieces = Pieces(self.words, window.start_s, window.end_s, language, self.decode)
+        found = pieces.segments(best, times, no_speech_prob=silence)
         return WindowText(found, len(ids), num_tokens)
+
+    def text_so_far(self, output: RequestOutput) -> str:
+        """Return the text of a live request's output that further tokens only add to."""
+        (completion,) = output.outputs
+        text = self.decode([token for token in completion.token_ids if token < self.words.end])
+        return text.rstrip("\ufffd").rstrip()
 
     def _silence(self, audio: WindowAudio, previous: Sequence[int]) -> Job[float]:
         output = yield silence_request(self.words, audio, previous)

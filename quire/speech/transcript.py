@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire.speech.requests import Attempt
 from quire.speech.vocabulary import TIMESTAMP_S, SpeechVocabulary
+from quire.speech.words import Word, words_of
 
 Decode = Callable[[list[int]], str]
 
@@ -25,6 +27,7 @@ class Segment:
         tokens: with timestamps.
         window_start: start of its window, in seconds.
         no_speech_prob: probability of silence in the segment's window; None: unknown.
+        words: with their times, if they were wanted.
     """
 
     start: float
@@ -36,6 +39,7 @@ class Segment:
     compression_ratio: float
     window_start: float = 0.0
     no_speech_prob: float | None = None
+    words: list[Word] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,14 @@ class Transcription:
     num_tokens: int = 0
 
 
-def joined(segments: Iterable[Segment]) -> str:
-    """Return the text of segments."""
-    return "".join(segment.text for segment in segments).strip()
+def words_in(segments: Iterable[Segment]) -> list[Word]:
+    """Return the words of segments, in order."""
+    return [word for segment in segments for word in segment.words]
+
+
+def joined(segments: Iterable[Segment], growing: str = "") -> str:
+    """Return the text of segments, and of the one that is growing behind them."""
+    return ("".join(segment.text for segment in segments) + growing).strip()
 
 
 def transcription_of(
@@ -91,59 +100,95 @@ def transcription_of(
     )
 
 
-def segments_of(
-    words: SpeechVocabulary,
-    attempt: Attempt,
-    start: float,
-    end: float,
-    decode: Decode,
-    no_speech_prob: float | None = None,
-) -> list[Segment]:
-    """Return the segments of a window, those without text left out.
+class _Piece(NamedTuple):
+    """Tokens between two timestamps, in seconds of the window; None: there is no timestamp."""
+
+    start: float | None
+    end: float | None
+    first: int
+    """Index of the piece's first token in the window's."""
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Division of a window's tokens into segments.
 
     Args:
         start, end: of the window, in seconds of the sound. A segment without a closing timestamp ends with it.
+        language: code.
     """
-    found = []
-    for first, last, tokens in _pieces(words, attempt.tokens):
-        text = decode([token for token in tokens if token < words.end])
-        begins = min(start + (0.0 if first is None else first), end)
-        ends = end if last is None else min(start + last, end)
-        if text.strip() and begins <= ends:
-            found.append(
-                Segment(
-                    round(begins, 3),
-                    round(ends, 3),
-                    text,
-                    tokens,
-                    attempt.temperature,
-                    attempt.avg_logprob,
-                    attempt.compression_ratio,
-                    round(start, 3),
-                    no_speech_prob,
-                )
-            )
-    return found
+
+    words: SpeechVocabulary
+    start: float
+    end: float
+    language: str
+    decode: Decode
+
+    def segments(
+        self, attempt: Attempt, times: Sequence[float] | None, no_speech_prob: float | None = None
+    ) -> list[Segment]:
+        """Return the segments, those without text left out.
+
+        Args:
+            times: start of each token, in seconds of the window; None: words are not wanted.
+        """
+        pieces = _pieces(self.words, attempt.tokens)
+        found = (self._segment(one, attempt, times, no_speech_prob) for one in pieces)
+        return [one for one in found if one is not None]
+
+    def _segment(
+        self,
+        piece: _Piece,
+        attempt: Attempt,
+        times: Sequence[float] | None,
+        no_speech_prob: float | None,
+    ) -> Segment | None:
+        text = self.decode([token for token in piece.tokens if token < self.words.end])
+        begins = min(self.start + (0.0 if piece.start is None else piece.start), self.end)
+        ends = self.end if piece.end is None else min(self.start + piece.end, self.end)
+        if not text.strip() or begins > ends:
+            return None
+        return Segment(
+            round(begins, 3),
+            round(ends, 3),
+            text,
+            piece.tokens,
+            attempt.temperature,
+            attempt.avg_logprob,
+            attempt.compression_ratio,
+            round(self.start, 3),
+            no_speech_prob,
+            [] if times is None else self._words(piece, times),
+        )
+
+    def _words(self, piece: _Piece, times: Sequence[float]) -> list[Word]:
+        """Return the words of a piece; a token lasts until the next one begins."""
+        text = [at for at, token in enumerate(piece.tokens) if token < self.words.end]
+        places = [piece.first + at for at in text]
+        spans = [(self._time(times[at]), self._time(times[min(at + 1, len(times) - 1)])) for at in places]
+        return words_of([piece.tokens[at] for at in text], spans, self.language, self.decode)
+
+    def _time(self, seconds: float) -> float:
+        return round(min(self.start + seconds, self.end), 3)
 
 
-def _pieces(
-    words: SpeechVocabulary, tokens: list[int]
-) -> Iterator[tuple[float | None, float | None, list[int]]]:
-    """Yield (start, end, tokens) between timestamps, in seconds of the window; None: there is no timestamp."""
+def _pieces(words: SpeechVocabulary, tokens: list[int]) -> Iterator[_Piece]:
+    """Yield the pieces with text."""
     piece: list[int] = []
-    first: float | None = None
+    start: float | None = None
     has_text = False
-    for token in tokens:
+    for at, token in enumerate(tokens):
         piece.append(token)
         if token < words.first_timestamp:
             has_text = True
             continue
         time = (token - words.first_timestamp) * TIMESTAMP_S
         if has_text:
-            yield first, time, piece
+            yield _Piece(start, time, at + 1 - len(piece), piece)
             piece, has_text = [], False
         else:
             piece = [token]
-        first = time
+        start = time
     if has_text:
-        yield first, None, piece
+        yield _Piece(start, None, len(tokens) - len(piece), piece)

@@ -25,6 +25,7 @@ from quire.speech.languages import LANGUAGES, code_of
 ARCHITECTURE = "WhisperForConditionalGeneration"
 MAX_INITIAL_TIMESTAMP = 50  # 1 s, unless the checkpoint says otherwise.
 TIMESTAMP_S = 0.02
+MEDIAN_WIDTH = 7
 TASKS = ("transcribe", "translate")
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
@@ -48,6 +49,8 @@ class SpeechVocabulary:
         num_encoded: positions of the encoder's output before the decoder's tokens.
         context: positions of the decoder.
         num_bins, num_frames: size of a window's spectrogram.
+        alignment_heads: (layer, head) of the decoder whose cross-attention follows the sound.
+        median_width: frames of the filter over their weights.
     """
 
     end: int
@@ -64,6 +67,8 @@ class SpeechVocabulary:
     context: int
     num_bins: int
     num_frames: int
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    median_width: int = MEDIAN_WIDTH
 
     @property
     def first_timestamp(self) -> int:
@@ -160,7 +165,40 @@ def _vocabulary(
         context=config.model.max_model_len - part.encoder_positions,
         num_bins=whole.integer("num_mel_bins", 80),
         num_frames=2 * part.encoder_length,
+        alignment_heads=_alignment_heads(config, generation),
+        median_width=_median_width(whole),
     )
+
+
+def _median_width(whole: JsonObject) -> int:
+    width = whole.integer("median_filter_width", MEDIAN_WIDTH)
+    if width % 2 == 0:
+        raise ModelLoadError(f"{whole.where}: median_filter_width must be odd, got {width}")
+    return width
+
+
+def _alignment_heads(config: EngineConfig, generation: JsonObject) -> tuple[tuple[int, int], ...]:
+    """Return the checkpoint's alignment heads, else all of the second half of the layers.
+
+    Raises:
+        ModelLoadError: they are no pairs of a layer and a head of the decoder.
+    """
+    layers, heads = config.arch.num_layers, config.arch.num_heads
+    given = generation.get("alignment_heads")
+    if given is None:
+        return tuple((layer, head) for layer in range(layers // 2, layers) for head in range(heads))
+    if not isinstance(given, list) or not given or not all(_is_head(one, layers, heads) for one in given):
+        raise ModelLoadError(
+            f"{generation.where}: alignment_heads must be pairs of a layer below {layers} and a head below {heads}, "
+            f"got {given!r:.100}"
+        )
+    return tuple((layer, head) for layer, head in given)
+
+
+def _is_head(pair: object, layers: int, heads: int) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2 or not all(type(number) is int for number in pair):
+        return False
+    return bool(0 <= pair[0] < layers and 0 <= pair[1] < heads)
 
 
 def _either(first: JsonObject, second: JsonObject, name: str, default: object) -> object:

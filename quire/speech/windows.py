@@ -51,16 +51,21 @@ class PcmFile:
         return np.array(self._samples[start:end])
 
 
-def windows_of(sound: PcmFile, window_samples: int) -> Iterator[Window]:
-    """Yield windows of at most `window_samples` that cover the sound, each cut in its quietest 100 ms near its end."""
-    start = 0
-    while sound.num_samples - start > window_samples:
-        end = start + window_samples
-        first = end - max(int(window_samples * SEARCHED), 1)
-        cut = first + quietest(sound.read(first, end))
+def windows_of(
+    sound: PcmFile, window_samples: int, start: int = 0, end: int | None = None
+) -> Iterator[Window]:
+    """Yield windows of at most `window_samples` that cover samples [start, end), by default all.
+
+    Each is cut in its quietest 100 ms near its end.
+    """
+    last = sound.num_samples if end is None else end
+    while last - start > window_samples:
+        limit = start + window_samples
+        first = limit - max(int(window_samples * SEARCHED), 1)
+        cut = first + quietest(sound.read(first, limit))
         yield Window(start, cut)
         start = cut
-    yield Window(start, sound.num_samples)
+    yield Window(start, last)
 
 
 def quietest(samples: Samples) -> int:

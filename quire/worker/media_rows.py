@@ -164,6 +164,7 @@ class MediaBatch:
         max_position: positions that can be rotated.
         tokens_per_second: positions per second of a video.
         encodes: the first item of a request is an encoder's output, and later tokens count from 0.
+        encodes_any_length: its length differs from request to request, so steps of tokens need it, too.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class MediaBatch:
         max_position: int,
         tokens_per_second: float = 1.0,
         encodes: bool = False,
+        encodes_any_length: bool = False,
     ) -> None:
         self._source = source
         self._hidden_size = hidden_size
@@ -187,6 +189,7 @@ class MediaBatch:
         self._rows: dict[int, _RowMedia] = {}
         self.deltas: Positions = np.zeros(max_num_seqs, dtype=np.int64)
         """[S] rotary position minus position in the cache, of a row's tokens behind its media."""
+        self._encodes_any_length = encodes_any_length
         self._encoded_lens = np.zeros(max_num_seqs, dtype=np.int32) if encodes else None
 
     def why_unusable(self, request: NewRequestData) -> str | None:
@@ -251,7 +254,7 @@ class MediaBatch:
 
     def are_in(self, layout: Layout) -> bool:
         """Return whether media determine anything of a step; if not, it is as without them but for the deltas."""
-        return self._encoded_lens is not None or any(
+        return self._encodes_any_length or any(
             start < self._rows[row].end
             for row, start in zip(layout.rows.tolist(), layout.starts.tolist(), strict=True)
             if row in self._rows

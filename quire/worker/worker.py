@@ -333,12 +333,18 @@ class Worker:
             max_position=self._config.model.max_model_len,
             tokens_per_second=1.0 if whole is None else whole.tokens_per_second,
             encodes=whole is not None and whole.encoder_length > 0,
+            encodes_any_length=whole is not None and whole.reads_text,
         )
 
     @property
     def model(self) -> CausalLM:
         """Loaded model."""
         return self._loaded()
+
+    @property
+    def encoder(self) -> MediaEncoder | None:
+        """Encoder of media with its store; None: the model takes none, or sleeps."""
+        return self._encoder
 
     def _loaded(self) -> CausalLM:
         assert self._model is not None, "load() comes first"

@@ -159,3 +159,17 @@ def test_prompt_without_a_sound_at_its_start_is_refused(
 def test_block_size_that_does_not_divide_is_refused(checkpoint: tuple[Path, Any]) -> None:
     with pytest.raises(StartupError, match="must divide 64"):
         LLM(str(checkpoint[0]), skip_tokenizer_init=True, dtype="float32", block_size=128)
+
+
+def test_recorded_steps_have_bits_of_eager_ones(checkpoint: tuple[Path, Any]) -> None:
+    path, _ = checkpoint
+    prompts = [prompt_of(sound(path, seed)[1]) for seed in range(3)]
+    prompts += [prompt_of(sound(path, 0)[1], [3, 4, 5, 6, 7])]
+    found = []
+    for is_eager in (False, True):
+        llm = LLM(str(path), skip_tokenizer_init=True, dtype="float32", enforce_eager=is_eager)
+        steps: Any = llm.collective_rpc(lambda worker: worker._runner._pipeline._forward)[0]
+        found.append((outputs_of(llm, prompts), outputs_of(llm, prompts[3:])))
+        assert is_eager == (not getattr(steps, "_of_more", None))
+        llm.shutdown()
+    assert found[0] == found[1]

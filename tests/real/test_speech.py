@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,29 @@ def test_transcribe_tiny_en_equals_transformers(checkpoint: Path, sounds: list[P
                     ids = model.generate(torch.from_numpy(features)[None], return_timestamps=timestamps)
                 wanted = llm.get_tokenizer().decode([token for token in ids[0].tolist() if token < 50256])
                 assert one.text == wanted.strip()
+        _check_words(llm, model, sounds, tmp_path)
         alone = [llm.transcribe(path, temperature=0.0, use_tqdm=False)[0] for path in reversed(sounds)]
         assert alone[::-1] == llm.transcribe(sounds, temperature=0.0, use_tqdm=False)
     finally:
         llm.shutdown()
+
+
+def _check_words(llm: LLM, model: Any, sounds: list[Path], tmp_path: Path) -> None:
+    """Compare the times of words with those of transformers' tokens."""
+    found = llm.transcribe(sounds, temperature=0.0, words=True, use_tqdm=False)
+    for path, one in zip(sounds, found, strict=True):
+        decode(path, tmp_path / "pcm", 60.0)
+        samples = np.fromfile(tmp_path / "pcm", np.float32)
+        features = torch.from_numpy(log_mel(samples, 80, 3000))[None]
+        with torch.no_grad():
+            wanted = model.generate(
+                features,
+                return_timestamps=True,
+                return_token_timestamps=True,
+                num_frames=torch.tensor([len(samples) // 160]),
+            )
+        starts = {round(time, 2) for time in wanted["token_timestamps"][0].tolist()}
+        words = [word for segment in one.segments for word in segment.words]
+        assert "".join(word.text for word in words).strip() == one.text
+        assert {word.start for word in words} <= starts
+        assert len({word.start for word in words}) > len(words) // 2

@@ -77,6 +77,7 @@ def convert(source: Path, target: Path) -> None:
         "max_length": 448,
         "suppress_tokens": found["suppress_ids"],
         "begin_suppress_tokens": found["suppress_ids_begin"],
+        "alignment_heads": found["alignment_heads"],
     }
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         (target / name).write_text(json.dumps(content), encoding="utf-8")

@@ -142,6 +142,7 @@ def test_no_decision_hangs_on_the_time_of_day() -> None:
         "quire/metrics/tracing.py",
         "quire/metrics/prometheus.py",
         "quire/speech/routes.py",
+        "quire/speech/realtime_route.py",
         "quire/model_router/app.py",
     )
     for path, tree in modules().items():

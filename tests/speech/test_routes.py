@@ -48,7 +48,7 @@ async def client(checkpoint: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=transport, base_url="http://quire/v1") as made:
         made.app = app  # type: ignore[attr-defined]
         yield made
-    app.state.speech.store.close()
+    app.state.speech.close()
     await engine.shutdown()
 
 
@@ -62,6 +62,7 @@ async def test_routes_openai_client_gets_text_whole_and_streamed(client: httpx.A
     )
     events = [event async for event in stream]
     assert whole.text == again.text
+    assert [event.type for event in events].count("transcript.text.delta") > 3
     assert [event.type for event in events].count("transcript.text.done") == 1
     assert "".join(event.delta for event in events if event.type == "transcript.text.delta") == whole.text
     verbose = await stock.audio.transcriptions.create(model="", file=file, response_format="verbose_json")
@@ -69,6 +70,14 @@ async def test_routes_openai_client_gets_text_whole_and_streamed(client: httpx.A
     assert verbose.duration == 1.5
     times = [time for segment in verbose.segments or [] for time in (segment.start, segment.end)]
     assert times == sorted(times)
+    timed = await stock.audio.transcriptions.create(
+        model="",
+        file=file,
+        response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+    )
+    assert timed.text == verbose.text
+    assert bool(timed.words) == bool(timed.text.strip())
     with pytest.warns(DeprecationWarning, match="deprecated"):
         translated = await stock.audio.translations.create(model="", file=file, temperature=0.5)
     assert isinstance(translated.text, str)
@@ -80,7 +89,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"language": "tlh"}, "language"),
     ({"response_format": "diarized_json"}, "response_format"),
     ({"stream": "true", "response_format": "srt"}, "response_format"),
-    ({"timestamp_granularities[]": "word"}, "timestamp_granularities.0"),
+    ({"timestamp_granularities[]": "phrase"}, "timestamp_granularities.0"),
+    ({"timestamp_granularities[]": "word"}, "timestamp_granularities"),
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": "0.5"}, "top_p"),
     ({"chunking_strategy": "server_vad"}, "chunking_strategy"),

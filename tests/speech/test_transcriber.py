@@ -10,8 +10,9 @@ import pytest
 
 from quire.errors import EngineError, ValidationError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.sampling_params import RequestOutputKind
 from quire.speech.formats import srt, vtt
-from quire.speech.requests import Ask, SpeechOptions, WindowAudio
+from quire.speech.requests import SpeechOptions, TimesAsk, WindowAudio
 from quire.speech.transcriber import Job, Transcriber
 from quire.speech.transcript import transcription_of
 from quire.speech.windows import Window
@@ -40,16 +41,16 @@ def silence(probability: float) -> RequestOutput:
     return RequestOutput("0", None, [], [completion], True)
 
 
-def transcriber(words: Any = WORDS, **options: Any) -> Transcriber:
+def transcriber(vocabulary: Any = WORDS, /, **options: Any) -> Transcriber:
     return Transcriber(
-        words,
+        vocabulary,
         SpeechOptions(**options),
         lambda text: [ord(char) % 10 for char in text],
         lambda tokens: "".join(f" w{token}" for token in tokens),
     )
 
 
-def run(job: Job[Any], outputs: Sequence[RequestOutput]) -> tuple[Any, list[Ask]]:
+def run(job: Job[Any], outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
     asks, left = [next(job)], list(outputs)
     while True:
         try:
@@ -69,6 +70,18 @@ def test_window_with_timestamps_gives_segments() -> None:
     ]
     assert ask.prompt["prompt_token_ids"][WORDS.num_encoded :] == [WORDS.start]
     assert ask.params.extra_args == {"speech": {"timestamps": True}}
+
+
+def test_window_with_words_asks_for_times_once() -> None:
+    tokens = [T0, 1, 2, T0 + 10, T0 + 12, 3, T0 + 30, WORDS.end]
+    times = [0.0, 0.02, 0.1, 0.2, 0.24, 0.3, 0.58]
+    job = transcriber(timestamps=True, words=True).window(AUDIO, WINDOW, "en", [])
+    found, (_, ask) = run(job, [output(tokens), times])
+    assert isinstance(ask, TimesAsk)
+    assert (ask.alignment.prompt, ask.alignment.tokens) == ([WORDS.start], tokens[:-1])
+    assert ask.alignment.num_frames == 100
+    words = [[(one.text, one.start, one.end) for one in part.words] for part in found.segments]
+    assert words == [[(" w1", 1.02, 1.1), (" w2", 1.1, 1.2)], [(" w3", 1.3, 1.58)]]
 
 
 def test_window_multilingual_prompt_names_language_and_task() -> None:
@@ -103,6 +116,23 @@ def test_window_unlikely_and_loud_tries_all_temperatures() -> None:
     found, _ = run(job, [output([1], total=-9.0), silence(0.1), output([2], total=-9.0)])
     assert found.segments[0].text == " w2"
     assert found.segments[0].no_speech_prob == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("probability", "is_live"), [(0.1, True), (0.7, False)])
+def test_window_live_tries_one_temperature(probability: float, is_live: bool) -> None:
+    job = transcriber(is_live=True).window(AUDIO, WINDOW, "en", [])
+    found, asks = run(job, [silence(probability), output([1] * 60)])
+    assert asks[1].is_live == is_live
+    assert (asks[1].params.output_kind is RequestOutputKind.CUMULATIVE) == is_live
+    assert len(found.segments) == 1
+
+
+def test_text_so_far_holds_back_what_may_change() -> None:
+    letters = {1: " a", 2: "\ufffd", 3: " "}
+    job = Transcriber(
+        WORDS, SpeechOptions(), lambda _: [], lambda tokens: "".join(letters[one] for one in tokens)
+    )
+    assert [job.text_so_far(output(tokens)) for tokens in ([1], [1, 2], [1, 3, 2], [1, T0])] == [" a"] * 4
 
 
 def test_detect_language_returns_code() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -13,18 +13,18 @@ from quire.entrypoints.cli.options import EngineCommand, engine_config
 from quire.errors import ValidationError
 from quire.torch_import import hastened_import
 
-if TYPE_CHECKING:
-    from quire.speech.transcript import Transcription
-
 
 @click.command(cls=EngineCommand)
 @click.argument("files", nargs=-1, required=True, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--srt", "form", flag_value="srt", help="Write subtitles in SubRip's form.")
 @click.option("--vtt", "form", flag_value="vtt", help="Write subtitles in WebVTT's form.")
 @click.option("--json", "form", flag_value="json", help="Write segments with times and probabilities.")
+@click.option("--words", is_flag=True, help="Give each word its times: a subtitle each, or a list in JSON.")
 @click.option("--language", help="Code or name of the language.  [default: detected]")
 @click.option("--translate", is_flag=True, help="Write English, whatever the language.")
 @click.option("--prompt", default="", help="Text that precedes the sound, for its names and style.")
+@click.option("--hotwords", default="", help="Words that are likely in the sound.")
+@click.option("--vad-filter", is_flag=True, help="Skip what has no voice; needs the package silero-vad.")
 @click.option("--temperature", type=click.FLOAT, help="The only one tried.  [default: 0, 0.2 ... 1.0]")
 @click.option(
     "--output-dir",
@@ -34,9 +34,12 @@ if TYPE_CHECKING:
 def transcribe(
     files: tuple[Path, ...],
     form: str | None,
+    words: bool,
     language: str | None,
     translate: bool,
     prompt: str,
+    hotwords: str,
+    vad_filter: bool,
     temperature: float | None,
     output_dir: Path | None,
     **params: Any,
@@ -47,29 +50,30 @@ def transcribe(
         raise click.UsageError(f"there is no file {str(missing)!r}")
     config = engine_config(params)
     form = form or "text"
+    if words and form == "text":
+        raise click.UsageError("--words needs --srt, --vtt or --json")
 
     with hastened_import():
         from quire.engine.llm_engine import LLMEngine
+        from quire.speech.formats import WRITERS
         from quire.speech.offline import EngineSpeech, options_of
 
         task = "translate" if translate else "transcribe"
-        options = options_of(language, task, prompt, temperature, timestamps=form != "text")
+        wants = {"timestamps": form != "text", "words": words, "vad_filter": vad_filter}
+        options = options_of(language, task, prompt, temperature, hotwords=hotwords, **wants)
         engine = LLMEngine(config)
     try:
         speech = EngineSpeech(engine)
         try:
             for file, found in zip(files, speech.transcribe(files, options, use_tqdm=True), strict=True):
-                _write(file, found, form, output_dir)
+                _write(file, WRITERS[form](found, words=words), form, output_dir)
         finally:
             speech.close()
     finally:
         engine.shutdown()
 
 
-def _write(file: Path, found: Transcription, form: str, output_dir: Path | None) -> None:
-    from quire.speech.formats import WRITERS
-
-    content = WRITERS[form](found)
+def _write(file: Path, content: str, form: str, output_dir: Path | None) -> None:
     if output_dir is None:
         sys.stdout.write(content)
         return

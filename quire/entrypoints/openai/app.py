@@ -49,7 +49,13 @@ from quire.entrypoints.openai.middleware.auth import (
     HttpMetrics,
     TrackInFlight,
 )
-from quire.entrypoints.openai.middleware.body_limit import BodyBudget, BodyEncoding, BodyLimit, HeaderLimit
+from quire.entrypoints.openai.middleware.body_limit import (
+    BodyBudget,
+    BodyEncoding,
+    BodyLimit,
+    BodySizes,
+    HeaderLimit,
+)
 from quire.entrypoints.openai.middleware.quota import RATE_LIMIT_HEADERS, Meters, Quota
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.openapi import pages
@@ -144,6 +150,8 @@ def build_app(
     app.add_exception_handler(HTTPException, handle_http_exception)
     for router in (*offered, *controls, rejecting_router(FAMILIES, engine.config)):
         app.include_router(router)
+    for feature in FEATURES:
+        feature.install(app, state)
     return app
 
 
@@ -185,6 +193,7 @@ def _access(state: ServerState) -> Access:
 
 def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
     config = state.config
+    sizes = BodySizes(config)
     layers = [
         Middleware(HttpMetrics, registry=state.registry),
         Middleware(ErrorBoundary, client_ids=state.client_ids),
@@ -220,10 +229,10 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
         Middleware(TrackInFlight, in_flight=state.in_flight),
         Middleware(
             BodyEncoding,
-            max_bytes=config.max_request_bytes,
+            sizes=sizes,
             budget=BodyBudget(max(config.max_receiving_bytes, 2 * config.max_request_bytes)),
         ),
-        Middleware(BodyLimit, max_bytes=config.max_request_bytes),
+        Middleware(BodyLimit, sizes=sizes),
     ]
     return layers
 

@@ -20,7 +20,7 @@ import re
 import resource
 import sys
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import h11
 import uvicorn
@@ -32,6 +32,7 @@ from quire.config import ServerConfig
 from quire.entrypoints.openai.connection_count import ConnectionCount
 from quire.entrypoints.openai.errors import error_body, id_headers, response_of, shaped_error
 from quire.entrypoints.openai.lifecycle import AllowedHosts
+from quire.entrypoints.openai.middleware.body_limit import AUDIO_PATHS
 from quire.entrypoints.openai.tls import tls_options
 from quire.errors import (
     ClientError,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 MAX_HEADER_BYTES = 64 * 2**10
+MAX_WEBSOCKET_BYTES = 2**20  # of a message
 KEEP_ALIVE_S = 5
 GRACEFUL_SHUTDOWN_S = 5
 
@@ -170,7 +172,10 @@ class KeepAlive:
 
 
 def protocol_class(
-    config: ServerConfig, connection_count: ConnectionCount, hosts: AllowedHosts
+    config: ServerConfig,
+    connection_count: ConnectionCount,
+    hosts: AllowedHosts,
+    websocket_path: str | None = None,
 ) -> functools.partial[Connection]:
     """Return uvicorn's protocol factory."""
     return functools.partial(
@@ -179,6 +184,7 @@ def protocol_class(
         max_connections=max_connections(config),
         connection_count=connection_count,
         hosts=hosts,
+        websocket_path=websocket_path,
     )
 
 
@@ -202,9 +208,12 @@ class Connection(H11Protocol):
         max_connections: int,
         connection_count: ConnectionCount,
         hosts: AllowedHosts,
+        websocket_path: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._websocket_path = websocket_path
+        self._is_websocket = False
         self._application: ASGIApp = self.app
         self.app = self._answer
         self._connection_count = connection_count
@@ -234,7 +243,7 @@ class Connection(H11Protocol):
                 # a client that sends another request has read the previous response
                 self._watch_writing_anew()
             self._num_discarded = self._num_discarded + len(data) if self._discards else 0
-            if self._num_discarded > self._limits.max_request_bytes:
+            if self._num_discarded and self._num_discarded > self._most_discarded:
                 self.transport.abort()
                 return
             super().data_received(data)
@@ -246,6 +255,27 @@ class Connection(H11Protocol):
             self.send_400_response("A header must not be folded over several lines.")
         else:
             super().handle_events()
+
+    def _should_upgrade(self) -> bool:
+        """Upgrade requests for the one path of WebSockets; any other such request is answered as plain HTTP."""
+        scope = cast(Scope, self.scope)
+        is_ours = self._websocket_path is not None and scope["path"] == self._websocket_path
+        takes = is_ours and self.app == self._answer and self._refusal(scope) is None
+        return takes and super()._should_upgrade()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Hand the connection over; it counts until the other protocol has lost it."""
+        self._is_websocket = True
+        _cancel(self._read_timer, self._write_timer, self._probe_timer)
+        super().handle_websocket_upgrade(event)
+        socket = self.transport.get_protocol()
+        lost = socket.connection_lost
+
+        def lose(error: Exception | None) -> None:
+            lost(error)
+            self._connection_count.leave()
+
+        socket.connection_lost = lose  # type: ignore[assignment]
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep a half-closed connection open until the answer to its complete request has begun.
@@ -299,7 +329,7 @@ class Connection(H11Protocol):
         """Start or stop the read timer: it runs while a request is expected. Between requests keep-alive's timer
         runs.
         """
-        if self.transport.is_closing() or not self._awaits_more:
+        if self.transport.is_closing() or self._is_websocket or not self._awaits_more:
             _cancel(self._read_timer)
             self._read_timer = None
         elif self._read_timer is None:
@@ -312,6 +342,13 @@ class Connection(H11Protocol):
             return True
         is_first = self.cycle is None
         return self.conn.their_state is h11.IDLE and (is_first or bool(self.conn.trailing_data[0]))
+
+    @property
+    def _most_discarded(self) -> int:
+        """Bytes after which a client that goes on sending is cut off: those of a body; of sounds twice as many."""
+        limits, scope = self._limits, cast(Scope, self.scope)
+        is_audio = scope["path"].removeprefix(limits.root_path) in AUDIO_PATHS
+        return 2 * limits.max_audio_bytes if is_audio else limits.max_request_bytes
 
     @property
     def _discards(self) -> bool:
@@ -430,14 +467,18 @@ def http_config(
     """Return uvicorn's settings. Uses h11 because it bounds the size of headers and rejects ambiguous ones."""
     hide_queries()
     hide_probes(path for entry in config.disable_access_log_for_endpoints for path in entry.split(","))
+    path: str | None = getattr(app.state, "websocket_path", None)
     return uvicorn.Config(
         app,
         http=protocol_class(
             config,
             connection_count or ConnectionCount(),
             AllowedHosts(config, has_keys=bool(app.state.server.keys)),
+            path,
         ),  # type: ignore[arg-type]
-        ws="none",
+        ws="none" if path is None else "websockets-sansio",
+        ws_max_size=MAX_WEBSOCKET_BYTES,
+        ws_per_message_deflate=False,
         lifespan="off",
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_keep_alive=KEEP_ALIVE_S,

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.config import EngineConfig, ServerConfig
-from quire.entrypoints.openai.state import QueryHandler
+from quire.entrypoints.openai.state import QueryHandler, ServerState
 from quire.errors import ValidationError
 from quire.features import SERVER_FEATURES
 from quire.plugins import import_place
@@ -60,6 +60,7 @@ class ServerFeature:
         queries: handlers of queries that any API process may send to any other (`ServerState.ask_all`), by name.
         commands: handlers of commands that only the supervisor process executes, for all API processes, by name.
         is_enabled: whether a server with these options has the admin routes.
+        install: adds what is no route, such as WebSockets, to an app with its routes.
     """
 
     families: tuple[EndpointFamily, ...] = ()
@@ -67,6 +68,7 @@ class ServerFeature:
     queries: Mapping[str, QueryHandler] = field(default_factory=dict)
     commands: Mapping[str, QueryHandler] = field(default_factory=dict)
     is_enabled: Callable[[ServerConfig], bool] = always
+    install: Callable[[FastAPI, ServerState], None] = lambda app, state: None
 
 
 def server_features() -> list[ServerFeature]:

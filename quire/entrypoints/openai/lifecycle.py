@@ -219,6 +219,7 @@ class Lifecycle:
             self._stop_accepting()
             self._http.should_exit = True
             await asyncio.gather(serving, logging_stats, watchdog, return_exceptions=True)
+            self._state.close()
 
     # Overridden where there are several API processes
 

@@ -204,6 +204,14 @@ class ServerState:
     client_ids: ClientIds = field(default_factory=ClientIds)
     draining: bool = False
     io_processor: IOProcessor | None = field(init=False)
+    closers: list[Callable[[], None]] = field(
+        default_factory=list
+    )  # Of what routes have opened, such as folders.
+
+    def close(self) -> None:
+        """Close what routes have opened; the server takes no requests any more."""
+        while self.closers:
+            self.closers.pop()()
 
     def __post_init__(self) -> None:
         self.io_processor = make_io_processor(self.engine.config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +84,18 @@ class EncoderStore:
                         failed[item.digest] = reason
                         self._begun.pop(item.digest, None)
         return self._progress(items, failed)
+
+    def compute(self, item: MediaItem) -> Generator[None, None, Embeddings]:
+        """Return the embeddings of an item for a tower, stored ones if there are any; yields between slices.
+
+        They are not stored. Raises whatever an unusable item causes.
+        """
+        if item.digest not in self._done and self._tower is not None:
+            state = self._tower.begin(self._floats(_read(item.path)))
+            while not self._tower.advance(state):
+                yield
+            return self._tower.finish(state)
+        return self._done[item.digest]
 
     def drop(self, digests: Sequence[bytes]) -> None:
         """See `MediaEncoder.drop`."""

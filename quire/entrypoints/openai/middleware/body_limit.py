@@ -15,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
 from functools import partial
 from types import TracebackType
+from typing import NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.config import ServerConfig
 from quire.entrypoints.openai.errors import request_id_of, response_of
 from quire.errors import (
     ClientError,
@@ -39,8 +41,35 @@ LATER_CHUNK_BYTES = 8 * CHUNK_BYTES  # decoded per call of a thread
 MAX_RATIO = 100  # ratio of decoded to encoded bytes
 FREE_BYTES = 2**20  # decoded bytes for which the ratio is not checked
 GZIP_FORMAT = 16 + zlib.MAX_WBITS
+AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+FORM_BYTES = 2**20  # room for the fields of a form beside its sound
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 * 2**10
+
+
+class BodyBytes(NamedTuple):
+    """Most bytes of a body, and the option that says so."""
+
+    most: int
+    flag: str = "--max-request-bytes"
+
+    def too_large(self) -> PayloadTooLargeError:
+        """Return the error of a larger body."""
+        return PayloadTooLargeError(f"the body is larger than {self.most} bytes ({self.flag})")
+
+
+class BodySizes:
+    """Limits of bodies by path: sounds may be larger than what is parsed in memory."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._plain = BodyBytes(config.max_request_bytes)
+        audio = BodyBytes(config.max_audio_bytes + FORM_BYTES, "--max-audio-bytes")
+        larger = max(self._plain, audio)
+        self._by_path = {config.root_path + path: larger for path in AUDIO_PATHS}
+
+    def of(self, scope: Scope) -> BodyBytes:
+        """Return the limit of a request's body."""
+        return self._by_path.get(scope["path"], self._plain)
 
 
 class BodyBudget:
@@ -134,13 +163,13 @@ class BodyEncoding:
     """Decodes gzip bodies before `BodyLimit`, which counts decoded bytes.
 
     Args:
-        max_bytes: limit that also applies to the encoded bytes.
+        sizes: limits that also apply to the encoded bytes.
         budget: of all bodies of the process.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, budget: BodyBudget) -> None:
+    def __init__(self, app: ASGIApp, sizes: BodySizes, budget: BodyBudget) -> None:
         self._app = app
-        self._max_bytes = max_bytes
+        self._sizes = sizes
         self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,16 +182,16 @@ class BodyEncoding:
             return
         with hold_body(scope, self._budget) as held:
             if headers.get("content-encoding", "identity").lower() == "gzip":
-                receive = Gunzip(receive, self._max_bytes, held).receive
+                receive = Gunzip(receive, self._sizes.of(scope), held).receive
             await self._app(scope, receive, send)
 
 
 class Gunzip:
     """`receive` wrapper that decodes gzip; encoded bytes that wait for decoding count as held."""
 
-    def __init__(self, receive: Receive, max_bytes: int, held: HeldBody) -> None:
+    def __init__(self, receive: Receive, limit: BodyBytes, held: HeldBody) -> None:
         self._receive = receive
-        self._max_bytes = max_bytes
+        self._limit = limit
         self._decoder = zlib.decompressobj(GZIP_FORMAT)
         self._held = held
         self._num_encoded = self._num_decoded = 0
@@ -215,10 +244,8 @@ class Gunzip:
 
     def _count(self, num_bytes: int) -> None:
         self._num_encoded += num_bytes
-        if self._num_encoded > self._max_bytes:
-            raise PayloadTooLargeError(
-                f"the body is larger than {self._max_bytes} bytes (--max-request-bytes)"
-            )
+        if self._num_encoded > self._limit.most:
+            raise self._limit.too_large()
         self._held.take(num_bytes)
 
 
@@ -250,14 +277,16 @@ class HeaderLimit:
 
 
 class BodyLimit:
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    """Rejects bodies beyond their limit, by the declared length or while they arrive."""
+
+    def __init__(self, app: ASGIApp, sizes: BodySizes) -> None:
         self._app = app
-        self._max_bytes = max_bytes
+        self._sizes = sizes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdigit() and int(declared[:20]) > self._max_bytes:
-            await response_of(self._too_large(), request_id_of(scope))(scope, receive, send)
+        limit, declared = self._sizes.of(scope), Headers(scope=scope).get("content-length", "")
+        if declared.isdigit() and int(declared[:20]) > limit.most:
+            await response_of(limit.too_large(), request_id_of(scope))(scope, receive, send)
             return
         num_bytes, held = 0, held_body(scope)
 
@@ -265,12 +294,9 @@ class BodyLimit:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise self._too_large()
+            if num_bytes > limit.most:
+                raise limit.too_large()
             held.take(len(message.get("body", b"")))
             return message
 
         await self._app(scope, counted, send)
-
-    def _too_large(self) -> PayloadTooLargeError:
-        return PayloadTooLargeError(f"the body is larger than {self._max_bytes} bytes (--max-request-bytes)")
