@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames: what the console shows of one engine core at one moment, bounded in size whatever the core has.
 
 Arrays of numbers are base64 of little-endian bytes, which a browser reads without parsing. Prompts and answers are in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ConsolePages`: middleware that answers a browser's requests for the console's files.
 
 Invariant: the files are the same for everybody and hold no data, so they need no key; the script asks for one and sends

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ConsoleRecorder`: frames of an engine core for the console, made only while a page asks for them.
 
 Invariant: without a page, nothing is installed in the scheduler and nothing is recorded. With pages, however many, a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GET /console/frame and GET /console/block, for the admin key: what the console shows of the engine cores."""
 
 from __future__ import annotations

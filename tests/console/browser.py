@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A headless Chromium, driven over a pipe by its own protocol, so that tests need no other package."""
 
 from __future__ import annotations

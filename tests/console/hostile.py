@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers of a model that wants to run a script in the page, to load something from elsewhere, or to hang it."""
 
 TEXTS = (

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reverse proxy that offers a server below a prefix, which it removes, as nginx and Caddy do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Screenshots of every page of the console: python -m tests.console.screenshots FOLDER [--all]
 
 Without --all, the two of docs/console.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The console in a real browser, before a real server; an error in the browser's console fails each of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The console's files over HTTP: who gets them, with which headers, and what must not be in them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames of a core, against the cache's own books, in any order of events, and their absence without a page."""
 
 from __future__ import annotations

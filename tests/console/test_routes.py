@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames over HTTP, for the admin key alone."""
 
 from __future__ import annotations
