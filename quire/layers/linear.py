@@ -201,6 +201,7 @@ class QKVLinear(Linear):
     ) -> None:
         assert not (paired and (grouped or gated or blocks > 1)), "paired heads are stored in plain halves"
         self.clip, self.head_dim, self.parts = clip, head_dim, 2 if paired else 1
+        self.gated = gated
         self.blocks = blocks
         heads = Span(num_heads // self.parts, head_dim)
         kv_heads = Span(num_kv_heads // self.parts, head_dim, replicated=True)
@@ -232,12 +233,33 @@ class QKVLinear(Linear):
             return super().pieces(names)
         return super().pieces([name for name in names for _ in range(self.parts)])
 
+    @property
+    def num_value_rows(self) -> int:
+        return 0 if self.gated else self.head_counts[-1] * self.head_dim
+
     def heads(self, x: Tensor | QuantizedRows, step: StepContext) -> Sequence[Tensor]:
-        """x [T, K] -> views q [T, Hq, D], k and v [T, Hkv, D], and if `gated` gates [T, Hq, D], of one [T, N]."""
-        rows = self(x, step)
+        """x [T, K] -> views q [T, Hq, D], k and v [T, Hkv, D], and if `gated` gates [T, Hq, D]."""
+        if self.packed_values is None or self.adapters is not None:
+            return self._split(self(x, step), self.head_counts)
+        rows, values = self._apart(x)
+        return (*self._split(rows, self.head_counts[:-1]), *self._split(values, self.head_counts[-1:]))
+
+    def _split(self, rows: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
         if self.clip is not None:
             rows = rows.clamp(-self.clip, self.clip)
-        return torch.split_with_sizes(rows.view(x.shape[0], -1, self.head_dim), self.head_counts, 1)
+        return torch.split_with_sizes(rows.view(rows.shape[0], -1, self.head_dim), counts, 1)
+
+    def _apart(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor]:
+        """Return queries with keys, and values, of a layer that has packed them apart."""
+        assert self.packed is not None and self.packed_values is not None
+        biases = (None, None) if self.bias is None else self.bias.split((self.packed.outputs, self.packed_values.outputs))
+        return (
+            ops.packed_linear(x, self.packed, biases[0]),
+            ops.packed_linear(x, self.packed_values, biases[1]),
+        )
+
+    def _product(self, x: Tensor | QuantizedRows, way: RowQuantization | None = None) -> Tensor:
+        return super()._product(x, way) if self.packed_values is None else torch.cat(self._apart(x), 1)
 
 
 class UnbiasedKeyQKVLinear(QKVLinear):

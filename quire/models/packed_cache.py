@@ -32,7 +32,7 @@ from quire.version import __version__
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 """Version of the format, to be raised if the same key would stand for other contents."""
 SUFFIX = "safetensors"
 PAGE = 4096
@@ -72,6 +72,7 @@ def packed_key(model: CausalLM, layout: str) -> str:
             for names, layer in model.checkpoint_layers()
         ],
         "quantization": dataclasses.asdict(config.quantization),
+        "adapters": config.lora.enable_lora,  # values are packed apart without them
         "seed": config.model.seed if not files else None,
         "files": [(str(path), *_state(path)) for path in files],
         "edges": files_fingerprint(files).hex(),
