@@ -249,13 +249,13 @@ class QKVLinear(Linear):
             rows = rows.clamp(-self.clip, self.clip)
         return torch.split_with_sizes(rows.view(rows.shape[0], -1, self.head_dim), counts, 1)
 
-    def _apart(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor]:
+    def _apart(self, x: Tensor | QuantizedRows) -> tuple[Tensor, ...]:
         """Return queries with keys, and values, of a layer that has packed them apart."""
-        assert self.packed is not None and self.packed_values is not None
-        biases = (None, None) if self.bias is None else self.bias.split((self.packed.outputs, self.packed_values.outputs))
-        return (
-            ops.packed_linear(x, self.packed, biases[0]),
-            ops.packed_linear(x, self.packed_values, biases[1]),
+        matrices = [matrix for matrix in (self.packed, self.packed_values) if matrix is not None]
+        sizes = [matrix.outputs for matrix in matrices]
+        biases = (None, None) if self.bias is None else torch.split_with_sizes(self.bias, sizes)
+        return tuple(
+            ops.packed_linear(x, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)
         )
 
     def _product(self, x: Tensor | QuantizedRows, way: RowQuantization | None = None) -> Tensor:

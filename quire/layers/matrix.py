@@ -221,7 +221,9 @@ class MatrixLayer(Layer):
             {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             for prefix in (_PACKED, _VALUES)
         )
-        super().restore({name: each for name, each in tensors.items() if not name.startswith((_PACKED, _VALUES))})
+        super().restore(
+            {name: each for name, each in tensors.items() if not name.startswith((_PACKED, _VALUES))}
+        )
         (rows, inputs), apart = self.matrix_shape(), self.num_value_rows if values else 0
         if packed:
             assert self.packed is None, "a layer is restored once"

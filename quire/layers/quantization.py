@@ -212,7 +212,8 @@ class Int4FinerValues(Int4):
         self.values = values
 
     def finish(self, layer: MatrixLayer) -> None:
-        assert layer.weight is not None and self.values is not None, "a layer is finished once"
+        assert layer.weight is not None, "a layer is finished once"
+        assert self.values is not None, "set when made"
         rows = layer.weight.data.tensor_split((layer.num_rows - layer.num_value_rows,))
         if not self.replaced(layer, layer.weight.device.type):
             others = method_of(self.values)

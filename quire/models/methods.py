@@ -5,7 +5,7 @@ Invariant: decided for all layers before any has memory, from the config and the
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -29,6 +29,7 @@ from quire.layers.quantized.codec import Codec
 from quire.layers.quantized.merged import merged_scheme
 from quire.layers.quantized.method import Encoded, EncodedModule, Packed
 from quire.layers.quantized.table import codec_of
+from quire.layers.shard import Span
 from quire.layers.slot import FLOATS
 from quire.models.base import CausalLM
 from quire.models.tensor_file import TensorFile, TensorInfo
@@ -37,8 +38,8 @@ from quire.models.weights import open_files
 logger = logging.getLogger(__name__)
 
 _FLOATS = Encoding("floats")
-_MOST_BITS = 4.88
-"""Bits per weight of two-level int4, on average over all layers but the head; partial blocks take more."""
+_MOST_BITS = 4.9
+"""Bits per weight of two-level int4, on average over all layers but the head."""
 
 
 def _rounds_activations(config: EngineConfig) -> bool:
@@ -83,31 +84,47 @@ def _rounding(scheme: WeightScheme, kind: str, config: EngineConfig, device: str
 
 
 def _with_finer_values(model: CausalLM, config: EngineConfig, scheme: WeightScheme) -> set[Layer]:
-    """Return the QKV layers whose values two-level int4 keeps in int8: from the first on, up to `_MOST_BITS` on average.
+    """Return the QKV layers whose values two-level int4 keeps in int8: the first ones, up to `_MOST_BITS` on average.
 
     Values are few where heads share them, and their error costs most. Sizes are those of the whole model, and slices of
-    one layer (--tp-invariant) count once, so all ranks choose the same. Adapters add to rows of one matrix, so with them
-    no values are kept apart.
+    one layer (--tp-invariant) count once, so all ranks choose the same. Adapters add to the rows of one matrix: with
+    them, none are kept apart.
     """
     if not scheme.two_level or config.lora.enable_lora:
         return set()
+    layers = _rounded_layers(model)
+    spare = sum(
+        _size(layer.spans, layer) * (_MOST_BITS - _bits_per_weight(layer, scheme)) for layer in layers
+    )
+    chosen: set[Layer] = set()
+    for layer in layers:
+        if isinstance(layer, QKVLinear) and layer.num_value_rows:
+            more_bits = 8 + 16 / scheme.group_size - _bits_per_weight(layer, scheme)
+            spare -= _size(layer.spans[-layer.parts :], layer) * more_bits
+            if spare < 0:
+                break
+            chosen.add(layer)
+    return chosen
+
+
+def _rounded_layers(model: CausalLM) -> Collection[MatrixLayer]:
+    """Return the layers that are rounded like most, each once."""
     layers = {
         tuple(names): layer
         for names, layer in model.checkpoint_layers()
         if isinstance(layer, MatrixLayer) and layer is not model.lm_head and not layer.only_looked_up
     }
-    total = sum(sum(span.size for span in layer.spans) * layer.inputs for layer in layers.values())
-    four, eight = 4 + 16 / scheme.group_size + 32 / BLOCK, 8 + 16 / scheme.group_size
-    spare = (_MOST_BITS - four) * total
-    chosen: set[Layer] = set()
-    for layer in layers.values():
-        if isinstance(layer, QKVLinear) and layer.num_value_rows:
-            values = sum(span.size for span in layer.spans[-layer.parts :])
-            spare -= (eight - four) * values * layer.inputs
-            if spare < 0:
-                break
-            chosen.add(layer)
-    return chosen
+    return layers.values()
+
+
+def _size(spans: Sequence[Span], layer: MatrixLayer) -> int:
+    """Return the number of weights of all ranks in some spans of a layer."""
+    return layer.inputs * sum(span.size for span in spans)
+
+
+def _bits_per_weight(layer: MatrixLayer, scheme: WeightScheme) -> float:
+    """Return the size of a weight in two-level int4: a code, and a part of two factors and of two steps."""
+    return 4 + 16 / scheme.group_size + 32 * -(-layer.inputs // BLOCK) / layer.inputs
 
 
 def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:

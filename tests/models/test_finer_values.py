@@ -28,11 +28,15 @@ def layer_of(*, fast: bool = True, **options: Any) -> tuple[QKVLinear, Tensor]:
     layer = QKVLinear(
         hidden_size=96, num_heads=4, num_kv_heads=2, head_dim=16, bias=True, dtype=torch.float32, **options
     )
-    schemes = (WeightScheme("int4", 32, symmetric=False, two_level=True, fast=fast), WeightScheme("int8", 32, fast=fast))
+    schemes = (
+        WeightScheme("int4", 32, symmetric=False, two_level=True, fast=fast),
+        WeightScheme("int8", 32, fast=fast),
+    )
     layer.create_weights(Int4FinerValues(*schemes))
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(layer.num_rows, 96, generator=generator) / 10
-    assert layer.weight is not None and layer.bias is not None
+    assert layer.weight is not None
+    assert layer.bias is not None
     layer.weight.data.copy_(weight)
     layer.bias.data.copy_(torch.randn(layer.num_rows, generator=generator))
     layer.finish_loading()
@@ -71,7 +75,9 @@ def test_products_of_values_packed_apart_match_the_weight() -> None:
 
 def test_restored_layer_multiplies_as_the_one_it_was_made_of() -> None:
     layer, _ = layer_of()
-    other = QKVLinear(hidden_size=96, num_heads=4, num_kv_heads=2, head_dim=16, bias=True, dtype=torch.float32)
+    other = QKVLinear(
+        hidden_size=96, num_heads=4, num_kv_heads=2, head_dim=16, bias=True, dtype=torch.float32
+    )
     other.create_weights(layer.method)
     other.restore(layer.tensors())
     x = torch.randn(2, 96)
@@ -82,7 +88,8 @@ def test_weights_without_kernels_are_rounded_as_packed_ones(monkeypatch: pytest.
     packed, _ = layer_of()
     monkeypatch.setattr(Int4FinerValues, "replaced", lambda *_: ())
     rounded, _ = layer_of()
-    assert rounded.packed is None and rounded.weight is not None
+    assert rounded.packed is None
+    assert rounded.weight is not None
     assert torch.equal(rounded.weight, packed.unpacked())
 
 
@@ -119,7 +126,9 @@ def test_values_are_finer_up_to_the_bits_on_average(tiny_model: Callable[[str], 
             assert layer.packed_values.scheme.kind == "int8"
 
 
-def test_int4_with_finer_values_errs_less(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4_with_finer_values_errs_less(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sequences = [[1, 5, 9, 3, 7, 2, 8], [4, 4, 6]]
 
     def logits(**options: Any) -> Tensor:
