@@ -179,7 +179,7 @@ class QKVLinear(Linear):
     query. `clip` bounds the outputs. `paired`: each head of the first half belongs to one of the second, and ranks hold
     pairs. With several `blocks` the checkpoint has, in one tensor, that fraction of the queries, the values and the
     keys,
-    then the next of each.
+    then the next of each. `merged`: the outputs are read as one tensor [T, N].
     """
 
     def __init__(
@@ -198,11 +198,12 @@ class QKVLinear(Linear):
         clip: float | None = None,
         paired: bool = False,
         blocks: int = 1,
+        merged: bool = False,
     ) -> None:
         assert not (paired and (grouped or gated or blocks > 1)), "paired heads are stored in plain halves"
         self.clip, self.head_dim, self.parts = clip, head_dim, 2 if paired else 1
-        self.gated = gated
         self.blocks = blocks
+        self._values_apart = not (gated or merged)
         heads = Span(num_heads // self.parts, head_dim)
         kv_heads = Span(num_kv_heads // self.parts, head_dim, replicated=True)
         whole = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
@@ -235,7 +236,7 @@ class QKVLinear(Linear):
 
     @property
     def num_value_rows(self) -> int:
-        return 0 if self.gated else self.head_counts[-1] * self.head_dim
+        return self.head_counts[-1] * self.head_dim if self._values_apart else 0
 
     def heads(self, x: Tensor | QuantizedRows, step: StepContext) -> Sequence[Tensor]:
         """x [T, K] -> views q [T, Hq, D], k and v [T, Hkv, D], and if `gated` gates [T, Hq, D]."""

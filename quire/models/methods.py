@@ -38,8 +38,8 @@ from quire.models.weights import open_files
 logger = logging.getLogger(__name__)
 
 _FLOATS = Encoding("floats")
-_MOST_BITS = 4.9
-"""Bits per weight of two-level int4, on average over all layers but the head."""
+_MOST_BITS = 4.88
+"""Bits per weight of two-level int4, on average over all layers but the head; partial blocks take more."""
 
 
 def _rounds_activations(config: EngineConfig) -> bool:
@@ -93,14 +93,12 @@ def _with_finer_values(model: CausalLM, config: EngineConfig, scheme: WeightSche
     if not scheme.two_level or config.lora.enable_lora:
         return set()
     layers = _rounded_layers(model)
-    spare = sum(
-        _size(layer.spans, layer) * (_MOST_BITS - _bits_per_weight(layer, scheme)) for layer in layers
-    )
+    four, eight = 4 + 16 / scheme.group_size + 32 / BLOCK, 8 + 16 / scheme.group_size
+    spare = (_MOST_BITS - four) * sum(_size(layer, layer.spans) for layer in layers)
     chosen: set[Layer] = set()
     for layer in layers:
         if isinstance(layer, QKVLinear) and layer.num_value_rows:
-            more_bits = 8 + 16 / scheme.group_size - _bits_per_weight(layer, scheme)
-            spare -= _size(layer.spans[-layer.parts :], layer) * more_bits
+            spare -= (eight - four) * _size(layer, layer.spans[-layer.parts :])
             if spare < 0:
                 break
             chosen.add(layer)
@@ -117,14 +115,9 @@ def _rounded_layers(model: CausalLM) -> Collection[MatrixLayer]:
     return layers.values()
 
 
-def _size(spans: Sequence[Span], layer: MatrixLayer) -> int:
+def _size(layer: MatrixLayer, spans: Sequence[Span]) -> int:
     """Return the number of weights of all ranks in some spans of a layer."""
     return layer.inputs * sum(span.size for span in spans)
-
-
-def _bits_per_weight(layer: MatrixLayer, scheme: WeightScheme) -> float:
-    """Return the size of a weight in two-level int4: a code, and a part of two factors and of two steps."""
-    return 4 + 16 / scheme.group_size + 32 * -(-layer.inputs // BLOCK) / layer.inputs
 
 
 def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:

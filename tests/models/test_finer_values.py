@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.linear import WeightScheme
 from quire.layers.linear import QKVLinear
-from quire.layers.quantization import Int4FinerValues, method_of
+from quire.layers.quantization import Int4FinerValues
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from tests.models.harness import load_tiny, logits_of
@@ -93,48 +93,68 @@ def test_weights_without_kernels_are_rounded_as_packed_ones(monkeypatch: pytest.
     assert torch.equal(rounded.weight, packed.unpacked())
 
 
-def test_gated_queries_leave_values_with_them() -> None:
-    """Their gates stand behind the values in memory."""
+@pytest.mark.parametrize("option", ["gated", "merged"])
+def test_values_stay_with_what_is_stored_or_read_with_them(option: str) -> None:
+    """Gates of queries stand behind values in memory; outputs that are read as one tensor come from one matrix."""
     layer = QKVLinear(
-        hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, bias=False, dtype=torch.float32, gated=True
+        hidden_size=32,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        bias=False,
+        dtype=torch.float32,
+        gated=option == "gated",
+        merged=option == "merged",
     )
     assert layer.num_value_rows == 0
 
 
+@pytest.fixture
+def bits(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the bits per weight that a model may have."""
+    return lambda most: monkeypatch.setattr("quire.models.methods._MOST_BITS", most)
+
+
 @pytest.mark.parametrize(("quantization", "apart"), [("int4", True), ("int4-plain", False), ("int8", False)])
 def test_int4_alone_packs_values_apart(
-    quantization: str, apart: bool, tiny_model: Callable[[str], Path]
+    quantization: str, apart: bool, bits: Callable[[float], None], tiny_model: Callable[[str], Path]
 ) -> None:
+    bits(9.0)
     layers = qkv_layers(load_tiny(tiny_model("llama"), quantization=quantization))
-    assert (layers[0].packed_values is not None) == apart
+    assert all((layer.packed_values is not None) == apart for layer in layers)
 
 
-def test_adapters_leave_values_in_four_bits(tiny_model: Callable[[str], Path]) -> None:
+def test_adapters_leave_values_in_four_bits(
+    bits: Callable[[float], None], tiny_model: Callable[[str], Path]
+) -> None:
+    bits(9.0)
     model = load_tiny(tiny_model("llama"), quantization="int4", enable_lora=True)
     assert all(layer.packed_values is None for layer in qkv_layers(model))
 
 
-def test_values_are_finer_up_to_the_bits_on_average(tiny_model: Callable[[str], Path]) -> None:
-    """Of equal layers the first ones are chosen, as many as there is room for, and in each of them values alone."""
-    model = load_tiny(tiny_model("llama"), quantization="int4")
-    chosen = [layer.packed_values is not None for layer in qkv_layers(model)]
-    assert chosen == sorted(chosen, reverse=True)
-    layers = [layer for _, layer in model.checkpoint_layers() if isinstance(layer, QKVLinear)]
-    for layer in layers:
-        if layer.packed_values is not None:
-            assert layer.packed_values.outputs == layer.num_value_rows
-            assert layer.packed_values.scheme.kind == "int8"
+def test_values_of_first_layers_are_finer_where_room_is_short(
+    bits: Callable[[float], None], tiny_model: Callable[[str], Path]
+) -> None:
+    apart = []
+    for most in (0.0, 5.2, 9.0):
+        bits(most)
+        layers = qkv_layers(load_tiny(tiny_model("llama"), quantization="int4"))
+        apart.append([layer.packed_values is not None for layer in layers])
+    assert not any(apart[0])
+    assert apart[1] == sorted(apart[1], reverse=True)
+    assert all(apart[2])
 
 
 def test_int4_with_finer_values_errs_less(
-    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    bits: Callable[[float], None], tiny_model: Callable[[str], Path]
 ) -> None:
     sequences = [[1, 5, 9, 3, 7, 2, 8], [4, 4, 6]]
 
     def logits(**options: Any) -> Tensor:
         return torch.cat(logits_of(load_tiny(tiny_model("llama"), **options), sequences, chunk_sizes=[4]))
 
-    truth, finer = logits(), logits(quantization="int4")
-    monkeypatch.setattr("quire.models.methods._MOST_BITS", 0.0)
-    assert (finer - truth).norm() < (logits(quantization="int4") - truth).norm()
-    assert method_of(INT4).values is None
+    truth, found = logits(), []
+    for most in (9.0, 0.0):
+        bits(most)
+        found.append(logits(quantization="int4"))
+    assert (found[0] - truth).norm() < (found[1] - truth).norm()
