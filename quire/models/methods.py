@@ -5,7 +5,7 @@ Invariant: decided for all layers before any has memory, from the config and the
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -84,11 +84,11 @@ def _rounding(scheme: WeightScheme, kind: str, config: EngineConfig, device: str
 
 
 def _with_finer_values(model: CausalLM, config: EngineConfig, scheme: WeightScheme) -> set[Layer]:
-    """Return the QKV layers whose values two-level int4 keeps in int8: the first ones, up to `_MOST_BITS` on average.
+    """Return the QKV layers whose values two-level int4 keeps in int8: the last ones, up to `_MOST_BITS` on average.
 
-    Values are few where heads share them, and their error costs most. Sizes are those of the whole model, and slices of
-    one layer (--tp-invariant) count once, so all ranks choose the same. Adapters add to the rows of one matrix: with
-    them, none are kept apart.
+    Values are few where heads share them, and their error costs most, in the last layers above all. Sizes are those of
+    the whole model, and slices of one layer (--tp-invariant) count once, so all ranks choose the same. Adapters add to
+    the rows of one matrix: with them, none are kept apart.
     """
     if not scheme.two_level or config.lora.enable_lora:
         return set()
@@ -96,7 +96,7 @@ def _with_finer_values(model: CausalLM, config: EngineConfig, scheme: WeightSche
     four, eight = 4 + 16 / scheme.group_size + 32 / BLOCK, 8 + 16 / scheme.group_size
     spare = (_MOST_BITS - four) * sum(_size(layer, layer.spans) for layer in layers)
     chosen: set[Layer] = set()
-    for layer in layers:
+    for layer in reversed(layers):
         if isinstance(layer, QKVLinear) and layer.num_value_rows:
             spare -= (eight - four) * _size(layer, layer.spans[-layer.parts :])
             if spare < 0:
@@ -105,14 +105,14 @@ def _with_finer_values(model: CausalLM, config: EngineConfig, scheme: WeightSche
     return chosen
 
 
-def _rounded_layers(model: CausalLM) -> Collection[MatrixLayer]:
+def _rounded_layers(model: CausalLM) -> list[MatrixLayer]:
     """Return the layers that are rounded like most, each once."""
     layers = {
         tuple(names): layer
         for names, layer in model.checkpoint_layers()
         if isinstance(layer, MatrixLayer) and layer is not model.lm_head and not layer.only_looked_up
     }
-    return layers.values()
+    return list(layers.values())
 
 
 def _size(layer: MatrixLayer, spans: Sequence[Span]) -> int:
