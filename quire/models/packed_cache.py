@@ -23,6 +23,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.layers.base import Layer
+from quire.layers.matrix import MatrixLayer
 from quire.models.base import CausalLM
 from quire.models.bounded_directory import BoundedDirectory
 from quire.models.fingerprint import files_fingerprint
@@ -68,11 +69,10 @@ def packed_key(model: CausalLM, layout: str) -> str:
         "format": (FORMAT, __version__, layout),
         "arch": dataclasses.asdict(dataclasses.replace(config.arch, generation={})),
         "layers": [
-            (names, _shapes(layer), (layer.shard.rank, layer.shard.of))
+            (names, _shapes(layer), (layer.shard.rank, layer.shard.of), _packs_apart(layer))
             for names, layer in model.checkpoint_layers()
         ],
         "quantization": dataclasses.asdict(config.quantization),
-        "adapters": config.lora.enable_lora,  # values are packed apart without them
         "seed": config.model.seed if not files else None,
         "files": [(str(path), *_state(path)) for path in files],
         "edges": files_fingerprint(files).hex(),
@@ -82,6 +82,11 @@ def packed_key(model: CausalLM, layout: str) -> str:
 
 def _shapes(layer: Layer) -> dict[str, tuple[object, ...]]:
     return {name: (_CODES[param.dtype], *param.shape) for name, param in layer.tensors().items()}
+
+
+def _packs_apart(layer: Layer) -> bool:
+    """Return whether a layer's values are packed apart from its queries and keys."""
+    return isinstance(layer, MatrixLayer) and layer.method.values is not None
 
 
 def _state(path: Path) -> tuple[int, ...]:
