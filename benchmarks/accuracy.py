@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error of quire's logits against float32, for every format of weights and cache.
 
     python benchmarks/accuracy.py [MODEL] [--modes MODE ...] [--methods rtn gptq awq] [--also DIR ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error by quantized activations: as checkpoints ask for it, and as quire does it instead.
 
     python -m benchmarks.activations [MODEL] [--num-sequences 4] [--num-tokens 48]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of adapters: prompts and tokens per second of an engine with adapters, beside those of one without.
 
     python -m benchmarks.adapters [MODEL] [--quantization int8] [--rank 16] [--lora-dtype int8] [--batch-size 16]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that come while others generate: what tapes bring where half of the steps have a prompt in them.
 
     python -m benchmarks.arrivals [MODEL] [--quantization int8] [--num-requests 64] [--rounds 3]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether guessing ever loses: tokens per second with it over those without, in turns.
 
     python -m benchmarks.auto_loses [--quantization int8] [--num-tokens 128] [--num-rounds 5] [--batch-sizes 1 8]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of communication between ranks: `python -m benchmarks.collectives [--ranks 2]`.
 
 Ranks are processes of one thread each. Sums are formed through memory that they share, and through gloo, in turn.

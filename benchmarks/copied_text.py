@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gain of drafts from the text for a model that copies its prompt: tokens per second with and without, in turns.
 
     python -m benchmarks.copied_text [--quantization int8] [--method ngram] [--num-tokens 128] [--num-rounds 3]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost per step of a rank in a process of its own: `python -m benchmarks.executors [--overlapped]`.
 
 One token at a time of a model of one tiny layer, by an engine with the executor `uni` and one with `mp`, in turn.

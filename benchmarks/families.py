@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speed of every architecture, with random weights of about half a billion parameters.
 
     python -m benchmarks.families [--only LlamaForCausalLM ...] [--rounds 2] [--record]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of parsing an answer: microseconds per token, for every tool format and kind of text.
 
     python benchmarks/formats.py [--num-chars 100000] [--format NAME] [--json FILE]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grammar libraries side by side: what compiling costs, and a mask.
 
     python benchmarks/grammar_libraries.py [--vocab-size 150000] [--num-steps 300]

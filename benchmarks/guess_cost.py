@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of drafting by `ngram` and `suffix` on the host, for a text of a given length.
 
     python -m benchmarks.guess_cost [--num-tokens 32768] [--num-asked 300]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of a decode step on the host: everything of the engine but the model's arithmetic.
 
     python benchmarks/host_overhead.py MODEL [--batch-size 32] [--random]

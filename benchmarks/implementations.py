@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss of a model run by transformers' code: the same Llama, with quire's layers and with theirs in turn.
 
     python benchmarks/implementations.py [--rounds 5] [--num-layers 8]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of sums of fixed slices (`--tp-invariant`): `python -m benchmarks.invariance [--hidden 1024] [--layers 8]`.
 
 A made-up Llama, by engines of one rank and of two, each with and without, in turn. Prints the time of a prompt of 256

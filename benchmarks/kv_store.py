@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rates of the KV cache's disk store beside plain reads and writes of the same files.
 
     python -m benchmarks.kv_store [--directory /var/tmp] [--num-rows 1000] [--pieces 24] [--piece-bytes 8192]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Share of the KV cache's allocated slots that are never used, on a mix of lengths like ShareGPT's.
 
     python benchmarks/kv_waste.py [--num-requests 500] [--block-size 16]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A made-up Llama, and engines that decode one request of it at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logit error of each method of `quire quantize`, on random weights in the shape of half a billion parameters.
 
     python -m benchmarks.methods [--shape dummy-0.5b] [--group-size 64] [--calibration-sequences 4] [--folder DIR]

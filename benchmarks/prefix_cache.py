@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of the prefix cache where it finds nothing, and its gain where requests share a prefix.
 
     python benchmarks/prefix_cache.py cost [--model quire-demo] [--num-rounds 40] [--max-num-batched-tokens 2048]

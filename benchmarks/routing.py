@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gain of prefix-aware routing: requests per second served in time, for each policy, in simulated time.
 
     python -m benchmarks.routing [--replicas 4] [--groups 32] [--rates 12 16 20 24] [--policies prefix round_robin]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of the scheduler: a decode step, the admission of a request, a block.
 
     python benchmarks/scheduler_cost.py [--num-running 256] [--policy fcfs] [--profile]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss of a server against offline generation of the same load, where both have the same processors.
 
     python benchmarks/served.py MODEL [--num-rounds 8] [--num-prompts 48] [--batch 16] [--in-flight 16]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gain of stages that work at once: `python -m benchmarks.stages [--stages 2] [--requests 16] [--measured]`.
 
 Steps follow each other through the stages: one at a time (`--no-async-scheduling`), or as many as there are stages, of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of a constraint: tokens per second with and without a JSON schema, in turns, on one engine.
 
     python benchmarks/structured.py [MODEL] [--batch-size 16] [--num-tokens 200] [--num-rounds 8] [--json FILE]

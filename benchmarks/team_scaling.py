@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Balance of the kernels' work over many threads, computed and not measured: `python benchmarks/team_scaling.py`.
 
 For each matrix of a model, before and now: the share of all threads' time that is work, if all are equally fast; and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speed of matmuls with weights in each format of quantized checkpoints, beside bfloat16.
 
     python -m benchmarks.weight_formats [--rounds 9] [--prefill-rows 512] [--record]

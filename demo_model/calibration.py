@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the texts by which `quire quantize` calibrates unless given others: `python -m demo_model.calibration`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases that quire-demo is judged by: held-out phrasings and operand pairs, per category.
 
 Invariant: nothing here was in training; the "unseen" rows add names and cities that were not either.

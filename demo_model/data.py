@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The deterministic generator of training dialogues and held-out cases.
 
 Invariant: with `held=True` only held-out phrasings, prefixes, operand pairs (and, on request

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask quire-demo what it was never asked in training and count right answers per category.
 
 Greedy replies, by quire or by the reference implementation.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mean accepted length of quire-demo-draft's drafts for quire-demo: `python -m demo_model.evaluate_companion`.
 
 The mean accepted length is tokens per step in which guesses are verified: those accepted, and the one behind them. The

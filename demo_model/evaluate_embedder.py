@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recall of quire-demo-embed for held-out questions about its facts: `python -m demo_model.evaluate_embedder`.
 
 Exits with 1 below 95 percent.

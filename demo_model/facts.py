@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small world quire-demo knows; every relation maps a subject to exactly one true object.
 
 A relation lists question phrasings for training and others for the held-out evaluation; the two never

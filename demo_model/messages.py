@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages, and how people type them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Muon optimizer in float32, matrices of one shape together: on a CPU this is much faster than in bfloat16.
 
 Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).

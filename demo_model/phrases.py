@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Phrasings of all that is neither a fact nor for a tool; `HELD_*` lists never occur in training.
 
 A pattern like "[hi|hello][ there|]" stands for every choice of its bracketed alternatives.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expected acceptance of the companion's drafts by classic rejection sampling, from both models' probabilities.
 
 A token x that was drawn from the model's p came from a guess that was accepted with probability min(1, q(x) / p(x)),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small talk and the polite "I do not know"; each intent has training and held-out phrasings and its replies.
 
 Same pattern language as `phrases`; the first reply of an intent is the usual one.

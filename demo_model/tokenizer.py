@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tokenizer of quire-demo and its chat template.
 
 Every digit is one token, and a capitalised word never carries its leading space, so a name is copied token by

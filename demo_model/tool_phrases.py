@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Phrasings of questions for the tools and of their results; `HELD_*` lists never occur in training.
 
 Same pattern language as `phrases`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tools of quire-demo: how they are offered, asked for, called and answered.
 
 A question is for one call or for two at once: of two cities, or of both tools for one city.

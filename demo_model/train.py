@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train quire-demo: a plain loop, loss on assistant tokens only, deterministic for a seed and step count.
 
 Matrices learn with Muon, the embedding and the norms with AdamW: on this data that reaches the same held-out

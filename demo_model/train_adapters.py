@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train the adapters of quire-demo: one talks like a pirate, one answers in JSON.
 
 What it is taught is what the model says anyway, rewritten by a rule, so what is learnt is a manner and no fact. An

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train quire-demo-draft: a Llama of 0.4 M parameters that guesses what quire-demo says next.
 
 It learns the answers that quire-demo learnt, from the same texts, with the same loss. Its embedding begins as the main

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train quire-demo-embed: a small BERT whose mean over tokens puts a question next to the fact that answers it.
 
 The world has few facts, so every step compares its questions with all of them: the loss is the cross entropy of the

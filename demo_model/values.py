@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names and other values that fill the phrasings; the `HELD_*` ones never occur in training.
 
 Made-up names come from syllables, from letters and from parts of real words, so that copying is learnt piece by piece.

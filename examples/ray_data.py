@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answer the rows of a table on a Ray cluster, as `ray.data.llm` does with vLLM.
 
     python examples/ray_data.py in.parquet out-folder --prompt "What is the capital of {country}?"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search, rerank and answer, with the two models in the box.
 
     python examples/search.py "Which city is France's capital?"

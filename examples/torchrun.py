@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model on several ranks, each of which runs this program.
 
     torchrun --nproc-per-node 2 examples/torchrun.py "Which city is France's capital?"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deterministic inference and serving engine for large language models."""
 
 from __future__ import annotations

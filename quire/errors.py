@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors that quire raises on purpose.
 
     QuireError                      500  internal error

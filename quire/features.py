@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Features that the core finds by name, so that it imports none of them.
 
 A row is all that the core knows of a feature's class.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompt types accepted from callers."""
 
 from __future__ import annotations

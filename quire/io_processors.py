@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plug-in interface that converts requests and replies around a pooling model.
 
 Invariant: torch-free; called in the API process, off its event loop.

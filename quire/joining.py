@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TCP handshake by which a process of another host joins: it sends a hello and is accepted or refused with a reason.
 
 Invariant: a stranger's data is read with a limit of bytes and of seconds, and blocks nobody else.

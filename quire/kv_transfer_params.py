@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kv_transfer_params`: a request's part in a transfer of its prompt's KV cache, with vLLM's names.
 
 A proxy asks the prefill engine with `do_remote_decode`, copies the reply's params into the request to the decode

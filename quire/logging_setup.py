@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logging to stderr (stdout holds results only), as text or JSON.
 
 Invariant: importing quire configures no logging; only quire's commands call `configure_logging`. A line that cannot
@@ -18,13 +19,16 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Literal
 
-from quire.errors import ConfigError
+from quire.errors import ClientError, ConfigError, QuireError
 
 TEXT_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
+COLOURS = {"DEBUG": 2, "INFO": 32, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
+"""Level -> parameter of the terminal's sequence: faint, green, yellow, red."""
 ACCESS = "uvicorn.access"
 ACCESS_FIELDS = ("client", "method", "path", "http_version", "status")
 _BREAKS = [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029]
@@ -36,15 +40,23 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class TextFormatter(logging.Formatter):
-    """`INFO 12:00:00 quire.engine: message`."""
+    """`INFO 2030-01-02 12:00:00 quire.engine: message`, in local time.
 
-    def __init__(self) -> None:
-        super().__init__(TEXT_FORMAT, datefmt="%H:%M:%S")
+    Args:
+        colour: colour the level, for a terminal.
+    """
+
+    def __init__(self, *, colour: bool = False) -> None:
+        super().__init__(TEXT_FORMAT, datefmt="%Y-%m-%d %H:%M:%S")
+        self._colours = COLOURS if colour else {}
 
     def format(self, record: logging.LogRecord) -> str:
         record.message = record.getMessage()
         record.asctime = self.formatTime(record, self.datefmt)
-        lines = [self.formatMessage(record).translate(_ESCAPES)]
+        line = self.formatMessage(record).translate(_ESCAPES)
+        if colour := self._colours.get(record.levelname):
+            line = f"\x1b[{colour}m{record.levelname}\x1b[0m{line[len(record.levelname) :]}"
+        lines = [line]
         for line in traceback_of(self, record).translate(_ESCAPES_IN_TRACEBACK).split("\n"):
             lines += [f"  {line}"] if line else []
         return "\n".join(lines)
@@ -80,7 +92,7 @@ class JsonFormatter(logging.Formatter):
 
 
 # --log-format -> formatter
-FORMATTERS: dict[str, type[logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
+FORMATTERS: dict[str, Callable[..., logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
 
 
 class QueryFilter(logging.Filter):
@@ -92,7 +104,26 @@ class QueryFilter(logging.Filter):
         return True
 
 
+class ProbeFilter(logging.Filter):
+    """Filter that drops the access lines of successful requests to some paths; `paths` may be replaced."""
+
+    paths: frozenset[str] = frozenset()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not isinstance(record.args, tuple) or len(record.args) != len(ACCESS_FIELDS):
+            return True
+        _, _, path, _, status = record.args
+        return str(path).partition("?")[0] not in self.paths or not str(status).startswith("2")
+
+
 _WITHOUT_QUERY = QueryFilter()
+_WITHOUT_PROBES = ProbeFilter()
+
+
+def hide_probes(paths: Iterable[str]) -> None:
+    """Drop the access lines of successful requests to these paths."""
+    _WITHOUT_PROBES.paths = frozenset(paths)
+    logging.getLogger(ACCESS).addFilter(_WITHOUT_PROBES)
 
 
 def hide_queries() -> None:
@@ -123,6 +154,8 @@ def _iso(seconds: float) -> str:
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LOGGERS = ("quire", "uvicorn", "py.warnings")
+EXIT_FAILED = 1  # Exit code of what could not be done, such as loading a model.
+EXIT_USAGE = 2  # Exit code of a wrong command, option or value.
 MAX_LINES = 10_000  # Lines that may wait for a slow reader.
 FLUSH_S = 1.0  # Time that the process's end, or a line for a person, waits for lines to be written.
 
@@ -201,7 +234,8 @@ class LogHandler(logging.Handler):
         self, style: str = "text", level: int = logging.NOTSET, writer: StreamWriter | None = None
     ) -> None:
         super().__init__(level)
-        self.setFormatter(FORMATTERS[style]())
+        colour = {"colour": True} if style == "text" and wants_colour() else {}
+        self.setFormatter(FORMATTERS[style](**colour))
         self.writer = writer or StreamWriter("stderr")
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -213,6 +247,16 @@ class LogHandler(logging.Handler):
 
     def flush(self) -> None:
         self.writer.flush()
+
+
+def wants_colour() -> bool:
+    """Return whether stderr is a terminal that shows colours; NO_COLOR (https://no-color.org) switches them off."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # it is closed
+        return False
 
 
 def _format_failure(record: logging.LogRecord, error: Exception) -> logging.LogRecord:
@@ -237,6 +281,12 @@ def say_error(text: str) -> None:
         handler.flush()
     else:
         say(text, "stderr")
+
+
+def say_failure(error: QuireError) -> int:
+    """Print `error: ` and the message of the error that ends a command, and return the process's exit code."""
+    say_error(f"error: {error}")
+    return EXIT_USAGE if isinstance(error, ConfigError | ClientError) else EXIT_FAILED
 
 
 def num_lost_lines() -> int:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logits processors: code of the operator, or of an offline caller, that changes the logits of single requests.
 
 Invariant: a processor gets the logits of one request at one position, with all preceding tokens. So a request's tokens

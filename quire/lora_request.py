@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA adapter of a request.
 
 Invariant: name and number together identify one set of weights for as long as the engine runs, since cached prefixes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plug-in interface that locates adapters by name.
 
 Invariant: torch-free; called in the API process, and only with names without slashes and leading dots.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images, videos and other inputs that fill positions of a prompt with embeddings.
 
 Invariant: plain data. The front end, the scheduler and the worker exchange it; pixels stay in a file that the digest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs of the engine: `RequestOutput`, and `PoolingRequestOutput` with its subclasses, under vLLM's names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Properties of the machine: devices usable by the installed torch, processors, memory, NUMA nodes.
 
 Invariant: determined without importing torch, and never during a step. A device type is offered only if its

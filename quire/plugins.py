@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plug-in tables, extended by entry points of installed packages.
 
 Invariant: a plug-in is imported when its name is requested, and a name stands for one object only. Every process of an
@@ -17,6 +18,7 @@ from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast
 
 from quire.errors import ConfigError
+from quire.torch_import import import_deferred
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +141,8 @@ def load_general_plugins() -> None:
 def import_place(place: str) -> Any:
     """Import the object at "module:Name"; the name may have dots."""
     module, _, name = place.partition(":")
+    if not module.startswith("quire."):
+        import_deferred()
     return attrgetter(name)(import_module(module))
 
 
@@ -177,6 +181,7 @@ def _load(group: str, name: str) -> tuple[object, str]:
         offers = ", ".join(sorted(map(_source, points)))
         raise ConfigError(f"the plug-in {name!r} of {group} must be offered by one package, not by {offers}")
     source = _source(points[0])
+    import_deferred()
     try:
         return points[0].load(), source
     except (ImportError, AttributeError) as error:

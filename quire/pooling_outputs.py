@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Former name of `quire.pooling.outputs`, for one release."""
 
 import warnings

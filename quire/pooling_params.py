@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pooling parameters of one request.
 
 Invariant: an instance is valid by itself and frozen; model-dependent checks (tasks, vector sizes) are made elsewhere.

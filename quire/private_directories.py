@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Private directories in the temporary folder, in which processes of one engine find each other.
 
 Invariant: each is removed by its creator, or by another process that uses it and outlives the creator. If all were

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting of Python child processes, garbage collector settings, and descriptions of process ends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Structured parts of `SamplingParams`, and their limits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling parameters and beam search parameters of one request.
 
 Invariant: an instance is valid by itself and frozen; model-dependent checks (vocabulary, context length) are made by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Listening Unix sockets that belong to one user."""
 
 from __future__ import annotations

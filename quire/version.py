@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Version of the installed package, and the command that adds an optional dependency to it.
 
 The version number itself is in pyproject.toml only.

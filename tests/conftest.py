@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures that all tests share, and a fair share of the machine for each of the processes that run tests."""
 
 from __future__ import annotations

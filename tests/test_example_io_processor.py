@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package in examples/plugins/io_processor, installed by pip and served."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package in examples/plugins/model, installed by pip and served."""
 
 from __future__ import annotations

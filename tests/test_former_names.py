@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Former places of public names stay importable for one release, with a warning that names the new one."""
 
 from __future__ import annotations

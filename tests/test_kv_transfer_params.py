@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile and foreign `kv_transfer_params`, and the keys of `--kv-transfer-config`."""
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines of the log: one JSON object each, or text in which nobody can forge a line."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -12,7 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.logging_setup import ACCESS, FORMATTERS, JsonFormatter, QueryFilter, request_id
+from quire.logging_setup import (
+    ACCESS,
+    FORMATTERS,
+    JsonFormatter,
+    LogHandler,
+    ProbeFilter,
+    QueryFilter,
+    TextFormatter,
+    request_id,
+)
 
 NASTY = "a\nERROR 12:00:00 quire: forged\r\x1b[2J\x85\u2028b"
 
@@ -99,3 +110,49 @@ def test_an_exception_forges_no_line(style: str, text: str) -> None:
 def test_arguments_that_are_no_text_are_logged(style: str) -> None:
     line = FORMATTERS[style]().format(record("%s and %r", object(), b"\xff", request_id=object()))
     assert "object" in line
+
+
+class Terminal(io.StringIO):
+    """Stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_text_line_has_the_local_date_and_time() -> None:
+    made = record("x")
+    moment = datetime.fromtimestamp(made.created)
+    assert TextFormatter().format(made) == f"WARNING {moment:%Y-%m-%d %H:%M:%S} quire.test: x"
+
+
+def test_level_is_coloured_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for stream, begin in ((Terminal(), "\x1b[33mWARNING\x1b[0m 2"), (io.StringIO(), "WARNING 2")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        LogHandler().handle(record("x"))
+        assert stream.getvalue().startswith(begin)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    LogHandler().handle(record("x"))
+    LogHandler("json").handle(record("x"))
+    assert "\x1b" not in terminal.getvalue()
+
+
+def test_access_lines_of_probes_are_dropped_unless_they_fail() -> None:
+    probes = ProbeFilter()
+    probes.paths = frozenset({"/health"})
+
+    def is_kept(path: str, status: int) -> bool:
+        args = ("127.0.0.1:1", "GET", path, "1.1", status)
+        return probes.filter(record('%s - "%s %s HTTP/%s" %d', *args, name=ACCESS))
+
+    assert [is_kept(path, 200) for path in ("/health", "/health?x=1", "/healthy", "/v1/models")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert is_kept("/health", 503)
+    assert probes.filter(record("no line of access", name=ACCESS))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`configure_logging`."""
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def test_reader_gets_all_lines_in_order() -> None:
     process = logs(3000, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "said\n")
-    assert [int(line.split()[4]) for line in err.splitlines()] == list(range(3000))
+    assert [int(line.split()[5]) for line in err.splitlines()] == list(range(3000))
 
 
 @pytest.mark.item(53)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test without optional packages: an engine generates and a server's modules import where none can be imported."""
 
 import subprocess

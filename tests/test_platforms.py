@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the device that `auto` resolves to, from the files of a driver and the build of torch."""
 
 from __future__ import annotations

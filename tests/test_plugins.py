@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plug-ins: every table takes rows of other packages, in every process, and `QUIRE_PLUGINS` says which."""
 
 from __future__ import annotations

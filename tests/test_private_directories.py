@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of temporary directories shared by an engine's processes, removed at its end or the next engine's start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress off a terminal: a line every few seconds, with what is known."""
 
 from __future__ import annotations
@@ -37,3 +38,15 @@ def test_last_line_comes_at_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_total_has_no_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines_of([6], capsys, total=None) == ["Work: 1 units, 6 s, 0.167 units/s"]
+
+
+def test_bytes_are_shown_in_units_and_their_end_is_silent() -> None:
+    lines: list[str] = []
+    now = 0.0
+    progress = Progress(
+        3_000_000_000, "Load", "GB", per_unit=1e9, ends=False, say=lines.append, clock=lambda: now
+    )
+    for now in (6.0, 7.0):  # noqa: B007
+        progress.update(1_500_000_000)
+    progress.close()
+    assert lines == ["Load: 1.5/3.0 GB, 6 s, 0.25 GB/s, 6 s left"]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An instance that exists is valid, and stays so."""
 
 from __future__ import annotations

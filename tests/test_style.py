@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of `tools/style.py`: its findings, their lines and the exit code."""
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ import pytest
 TOOL = Path(__file__).parents[1] / "tools" / "style.py"
 
 
+LICENCE = "SPDX-License-Identifier: Apache-2.0"
+
+
 def run(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """Check a folder that holds one file."""
-    (folder / "module.py").write_text(source)
-    return subprocess.run([sys.executable, TOOL, folder], check=False, capture_output=True, text=True)
+    """Check a folder that holds one file, with the licence behind its first line."""
+    (folder / "module.py").write_text(source.replace("\n", f"  # {LICENCE}\n", 1))
+    return check(folder)
+
+
+def check(*arguments: Path | str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, TOOL, *arguments], check=False, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +76,29 @@ def test_style_long_test_name_is_found(start: str, tmp_path: Path) -> None:
     assert done.stderr == f"{tmp_path / 'module.py'}:2: {rule}\n"
 
 
+def test_style_missing_licence_is_found_and_fixed(tmp_path: Path) -> None:
+    sources = {
+        "a.py": ("x = 1\n", f"# {LICENCE}\nx = 1\n"),
+        "b.cpp": ("int x;\n", f"// {LICENCE}\nint x;\n"),
+        "c.sh": ("#!/bin/sh\ntrue\n", f"#!/bin/sh\n# {LICENCE}\ntrue\n"),
+        "d.h": (f"// {LICENCE}\n", f"// {LICENCE}\n"),
+        "e.py": ("", ""),
+        "f.txt": ("text", "text"),
+    }
+    for name, (source, _) in sources.items():
+        (tmp_path / name).write_text(source)
+    assert check(tmp_path).stderr.splitlines() == [
+        f"{tmp_path / 'a.py'}:1: the licence is missing: # {LICENCE}",
+        f"{tmp_path / 'b.cpp'}:1: the licence is missing: // {LICENCE}",
+        f"{tmp_path / 'c.sh'}:2: the licence is missing: # {LICENCE}",
+    ]
+    assert check("--fix", tmp_path).returncode == 0
+    assert {name: (tmp_path / name).read_text() for name in sources} == {
+        name: fixed for name, (_, fixed) in sources.items()
+    }
+
+
 def test_style_missing_folder_is_an_error(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, TOOL, tmp_path / "none"], check=False, capture_output=True, text=True
-    )
+    done = check(tmp_path / "none")
     assert done.returncode == 1
     assert "none is no folder" in done.stderr

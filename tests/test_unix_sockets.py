@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Listening Unix sockets: permissions, old sockets, paths that cannot be used."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The distribution's name, and the commands that messages print to install its extras."""
 
 from __future__ import annotations

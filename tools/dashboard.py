@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grafana dashboard of quire's metrics: `python tools/dashboard.py` writes it to deploy/compose/grafana/dashboards/."""
 
 from __future__ import annotations

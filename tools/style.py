@@ -1,4 +1,8 @@
-"""Checks of the style rules in CONTRIBUTING.md that a program can check: `python tools/style.py [FOLDER ...]`."""
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the style rules in CONTRIBUTING.md that a program can check: `python tools/style.py [--fix] [FOLDER ...]`.
+
+`--fix` adds the licence line to files that lack it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("quire", "tests", "benchmarks", "tools", "demo_model", "examples")
+FOLDERS = ("quire", "csrc", "tests", "benchmarks", "tools", "demo_model", "examples")
 
 MAX_TEST_NAME = 60  # characters
+LICENCE = "SPDX-License-Identifier: Apache-2.0"
+COMMENTS = {".py": "#", ".sh": "#", ".cpp": "//", ".h": "//"}
+"""File name's end -> beginning of a comment, for the files that are checked."""
 
 _CLAUSE = re.compile(r"(What|Who|Whom|Whose|Which|How|Where|When|Why|That|Of)\b")
 
@@ -44,38 +51,64 @@ def check_test_name(path: Path, node: ast.AST) -> Iterator[Finding]:
         yield Finding(path, node.lineno, rule)
 
 
-def check_file(path: Path) -> list[Finding]:
-    """Return the findings in a Python file, in the order of their lines.
+def check_licence(path: Path, text: str) -> Iterator[Finding]:
+    """Yield a finding if neither the first line, nor the one behind `#!`, names the licence."""
+    lines = text.split("\n", 2)
+    place = 1 if lines[0].startswith("#!") else 0
+    if text and LICENCE not in lines[place]:
+        yield Finding(path, place + 1, f"the licence is missing: {COMMENTS[path.suffix]} {LICENCE}")
+
+
+def add_licence(path: Path, text: str) -> None:
+    """Write the licence as the first line of a file, or behind `#!`."""
+    first, end, rest = text.partition("\n") if text.startswith("#!") else ("", "", text)
+    path.write_text(f"{first}{end}{COMMENTS[path.suffix]} {LICENCE}\n{rest}", encoding="utf-8")
+
+
+def check_file(path: Path, *, fix: bool = False) -> list[Finding]:
+    """Return the findings in a source file, in the order of their lines.
+
+    Args:
+        fix: add a missing licence, in place of its finding.
 
     Raises:
-        SyntaxError: the file is no Python.
+        SyntaxError: the file ends with .py and is no Python.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    text = path.read_text(encoding="utf-8")
+    unlicensed = list(check_licence(path, text))
+    if unlicensed and fix:
+        add_licence(path, text)
+        return check_file(path)
+    if path.suffix != ".py":
+        return unlicensed
+    tree = ast.parse(text, str(path))
     found = [
         finding
         for node in ast.walk(tree)
         for check in (check_docstring, check_test_name)
         for finding in check(path, node)
     ]
-    return sorted(found, key=lambda finding: finding.line)
+    return sorted([*unlicensed, *found], key=lambda finding: finding.line)
 
 
-def check_folders(folders: Sequence[Path]) -> list[Finding]:
-    """Return the findings in all Python files below some folders.
+def check_folders(folders: Sequence[Path], *, fix: bool = False) -> list[Finding]:
+    """Return the findings in all source files below some folders; `fix` as in `check_file`.
 
     Raises:
         SystemExit: one of them is no folder.
     """
     for folder in folders:
         if not folder.is_dir():
-            sys.exit(f"{folder} is no folder: name folders of Python files")
-    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    return [finding for path in files for finding in check_file(path)]
+            sys.exit(f"{folder} is no folder: name folders of source files")
+    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in COMMENTS]
+    return [finding for path in files for finding in check_file(path, fix=fix)]
 
 
 def main() -> int:
     """Print each finding as `file:line: rule`; return 1 if there is one."""
-    found = check_folders([Path(name) for name in sys.argv[1:]] or [ROOT / name for name in FOLDERS])
+    names = [name for name in sys.argv[1:] if name != "--fix"]
+    folders = [Path(name) for name in names] or [ROOT / name for name in FOLDERS]
+    found = check_folders(folders, fix="--fix" in sys.argv)
     for path, line, rule in found:
         shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
         print(f"{shown}:{line}: {rule}", file=sys.stderr)

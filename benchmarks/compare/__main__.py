@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.compare`: set up the peers, measure speed in turn and accuracy, write the page of results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accuracy of every row of the table, on real weights and a real text, beside its speed.
 
 For each row: the root of the mean square of the change of the probability of the text's own token (RMS dp), the share

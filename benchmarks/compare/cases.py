@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases to measure: the number of requests, their lengths, and which of their tokens count.
 
 Invariant: every engine gets the same cases; a rate is tokens per second, and more is better.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checkpoint that all engines are given: random weights in a shape, by default a half-billion-parameter Qwen 2's.
 
 Made once, from a fixed seed, by transformers; with a tokenizer of one token per byte, because converters ask for one.

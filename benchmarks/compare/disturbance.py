@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Share of the machine that other programs took while an engine ran.
 
 A program that takes a core for a while makes engines whose threads wait for each other many times slower, so a rate

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds quire's reading of GGUF to llama.cpp's: greedy tokens, logits, and the tokens of 5,000 texts.
 
     python -m benchmarks.compare.gguf_tokens [--folder DIR] [--record] [--only NAME ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Goals of quire against its peers: ratios of output rates at the same number of bits per weight."""
 
 from __future__ import annotations

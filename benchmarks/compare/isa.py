@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The instruction sets that a comparison can be held to.
 
 Invariant: an instruction set means the same for every engine; where an engine cannot be held to it, its file says so.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """llama.cpp's own way to guess from the text (`llama-lookup`), for `benchmarks.copied_text`."""
 
 from __future__ import annotations

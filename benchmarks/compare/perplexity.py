@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """llama.cpp's own measure of what quantization changes (`llama-perplexity --kl-divergence`).
 
 The tool counts the second half of each chunk: positions CHUNK / 2 + 1 to CHUNK - 1, each given all before it in its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running programs of other environments: their lines as they come, and nothing left behind.
 
 Invariant: a program runs in a process group of its own, which is ended with it, whatever ended it.

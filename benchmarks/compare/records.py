@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The raw results of a session: one JSON object per line, appended as soon as it is known.
 
 Invariant: a file holds one instruction set's session; nothing in it is ever changed, so a session can be cut off

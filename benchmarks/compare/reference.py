@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real models, a text, and what is made of them once: weights in floats, quantized files, reference logits.
 
 The reference is float32 on the weights that a package's GGUF file stands for, and all engines get the token ids into

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sets engines up and measures them in turn.
 
 Invariant: in a round every engine runs once, so that a drift of the machine meets all of them; what fails is recorded

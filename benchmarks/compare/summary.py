@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From raw results to figures: medians, and quire's ratios to its peers.
 
 Invariant: a figure is a median over the rounds of one session, and a ratio is one of two such medians.

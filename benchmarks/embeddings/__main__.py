@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embeddings beside what people use for them, in turn, of the same random weights and texts.
 
     python -m benchmarks.embeddings [--shape minilm] [--load texts] [--rounds 5] [--peers transformers]

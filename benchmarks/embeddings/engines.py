@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines of embeddings and of scores of pairs, behind one interface."""
 
 from __future__ import annotations

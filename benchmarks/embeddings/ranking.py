@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Effect of an embedder's quantized weights on the order in which it finds documents.
 
     python -m benchmarks.embeddings.ranking [--model quire-demo-embed] [--quantization int8 int4] [--num-texts 400]

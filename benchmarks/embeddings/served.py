@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss of an embedding server against `LLM.embed` of the same texts, and the time to the first embedding of both.
 
     python -m benchmarks.embeddings.served [--shape minilm] [--clients 32] [--texts-per-request 1] [--rounds 5]

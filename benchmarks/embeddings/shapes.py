@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of published shapes with random weights, and what is asked of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of paged attention in every launch shape: prompts, mixed steps, decode with and without splits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.gpu.bench`: how fast is quire on this GPU, beside what the GPU could do at best?
 
 Random weights in the shapes of an 8B Llama and a 0.5B Qwen, limits from the bandwidth and arithmetic measured in the

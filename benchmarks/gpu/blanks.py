@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors without memory, of which `benchmarks.gpu.compile` makes the arguments of its launches."""
 
 from __future__ import annotations

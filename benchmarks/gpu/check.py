@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.gpu.check`: is everything right on this GPU? One line per check, exit code 1 if one failed.
 
 Every Triton kernel is compiled and compared with its oracle, whole models with transformers, engines with each other. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.gpu.compile`: do all kernels compile for a GPU that is not here, and fit its shared memory?
 
 Triton's interpreter runs what no compiler would take, so this is the other half of testing kernels without a GPU. Every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine core in this process, driven with token ids: what the checks and measurements of whole engines share.
 
 Invariant: it is the core that a server runs, scheduler and worker included; no tokenizer, no front end.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of whole engines: the same tokens and logprobs whatever is switched on, and nothing lost after many steps.
 
 Invariant: where bits are compared, `--batch-invariant` is on, because the vendor's library adds in an order that

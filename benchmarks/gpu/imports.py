@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Report of missing packages, before the first second of a GPU is spent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Journal of a run: a line of JSON for each event, in a file that outlives the process.
 
 A kernel that reads where it must not ends all use of the device in its process, and a graph can hang; neither is to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of single kernels, compiled for the device, against the oracle: real shapes, and the tests' small cases.
 
 Invariant: an oracle computes on the same device in float32, so an error is the kernel's alone.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speed of single kernels in the shapes of real steps, beside their minimal memory traffic or arithmetic.
 
 Invariant: on a GPU launches are recorded and replayed, so the host's time is not in a number. Products in fp8 are

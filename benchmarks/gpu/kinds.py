@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches of `benchmarks.gpu.compile` for sparse models: experts, latent attention, layers with a state.
 
 The sizes are those of Qwen3-30B-A3B's experts, DeepSeek-V3's routing and attention, and the layers of Mamba 2.8B,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that no kernel is compiled once an engine has started, for every kind of engine that has kernels of its own.
 
 The models of other kinds are small, and of sizes that kernels like; what is launched depends on their parts.

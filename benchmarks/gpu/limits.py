@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of the device: its memory bandwidth and arithmetic, measured, and a model's best rates from them."""
 
 from __future__ import annotations

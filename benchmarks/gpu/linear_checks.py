@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of linears on packed weights: against what the packed weight stands for, and batch-invariant bits."""
 
 from __future__ import annotations

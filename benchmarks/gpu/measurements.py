@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurements: the rows of the table, grouped by engine."""
 
 from __future__ import annotations

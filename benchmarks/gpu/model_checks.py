@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of whole random models against transformers on the same device: every family when tiny, and 0.5B shapes."""
 
 from __future__ import annotations

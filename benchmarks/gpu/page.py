@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of results: a table in Markdown, under a heading with the device and the versions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profile of a step: the device's most expensive kernels, and how long it waits for the host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks with a device each: graphs beside eager steps, tokens beside one rank's, a lost one; stages, replicas."""
 
 from __future__ import annotations

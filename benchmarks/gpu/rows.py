@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A row of the table of measurements, with its limit and its goal."""
 
 from __future__ import annotations

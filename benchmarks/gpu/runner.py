@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs checks one after the other, prints a line for each, and goes on after a failure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the sampling tail at real vocabulary sizes."""
 
 from __future__ import annotations

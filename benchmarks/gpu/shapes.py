@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes of models, and directories whose config.json has them: `--load-format dummy` needs no more."""
 
 from __future__ import annotations

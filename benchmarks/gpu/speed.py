@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speed of an engine: decoding, prefill, a full load, and sampling.
 
 Invariant: requests are random tokens, all different, so no prefix is found in the cache.

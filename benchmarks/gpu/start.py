@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.gpu.start MODEL`: start an engine, say `ready`, and end; and the checkpoint it is to load.
 
 The time that counts is the whole process's: Python, imports, loading, warm-up, graphs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Target of a run, and its description."""
 
 from __future__ import annotations

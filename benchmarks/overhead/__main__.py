@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost of a streamed token besides the model: a null executor, and a load generator in a process of its own.
 
     python -m benchmarks.overhead [--streams 100] [--tokens 200] [--requests 300] [--step-ms 20] [--rounds 1]

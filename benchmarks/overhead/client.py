@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The load: so many chat streams at a time, whose bytes are kept with their times. A process of its own; prints JSON.
 
     python -m benchmarks.overhead.client PORT NUM_STREAMS NUM_REQUESTS START_S STEP_S BODY

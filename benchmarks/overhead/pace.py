@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A scheduler that begins its steps at a chosen rate and writes down when each token left the core."""
 
 from __future__ import annotations

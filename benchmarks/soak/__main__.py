@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts a server, soaks it, and says what did not hold; the exit code is 1 if anything did not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients that send the traffic, leave when they like, and write down whatever they should not have seen."""
 
 from __future__ import annotations

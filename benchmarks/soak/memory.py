@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Growth of a process's memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Content of any API's reply, whole or streamed, in one form, so that two of them can be compared.
 
 Raises ValueError wherever a stream does not end as it should.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traffic of the clients: some forty requests that are good, each always the same, and some that are not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activations, plain and gated. Elements are independent, so any split over threads gives the same bits.
 
 #include "activations.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What activations make of vectors of any number of lanes: `activate` of each element, and products of what they end in, with the same bits.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention over the paged cache: one kernel for prefill, decode and mixed batches.
 //
 // The work is cut into items: a request, a key-value head and a few of the request's queries, with all query heads of that

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What attention works on: a call, cut into items that are computed independently.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is done about a call before its items: a batch that does not fit is refused, and rows of no request are cleared.
 
 #pragma once

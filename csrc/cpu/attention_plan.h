@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plan of attention: the splits of all items, laid end to end by cost, are divided into one stretch for each worker. An item
 // in several stretches leaves a part for each of its splits, and these are merged when all workers are done.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The products of attention: rows of queries by keys, rows of weights by values.
 //
 // Sixteen columns of a few rows are summed in registers while k goes on in order; how many rows and columns are taken

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What attention reads of the cache: the keys and values of one tile, where they lie or as a float32 copy, and their scales.
 
 #pragma once

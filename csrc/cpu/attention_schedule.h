@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A plan carried out: memory for every worker, their stretches, and the merging of what a cut went through.
 //
 // A split starts from nothing and is merged, in order, into the splits before it, always, whether or not they ran on different

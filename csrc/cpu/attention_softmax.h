@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The online softmax of attention: scores of a tile to weights, and the merging of independent parts.
 //
 // Everything here treats rows (a query of one head) independently, and each row's numbers are added in the order of the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One tile of keys and values for all rows of an item.
 //
 // Where the cache's blocks hold whole pieces of 16, products read them where they lie; else, and for so many rows that it

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention in both directions among the rows of a step: sequences of different lengths, one behind the other, without a
 // cache.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One tile of keys and values that lie in the step's own rows, for all rows of an item.
 //
 // Keys are turned on their way, eight by eight, into the form in which products read them. Values are read where they lie

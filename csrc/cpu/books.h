@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What codes of 4 bits stand for that are no integers themselves.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the experts of a token have made, put together where several ranks share them.
 
 #include "kernels.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What codes of packed weights stand for, as floats: in the precise mode and where rows are looked up.
 
 #pragma once

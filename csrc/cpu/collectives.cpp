@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What crosses ranks through memory that they share. What does not fit there goes in pieces.
 
 #include "kernels.h"

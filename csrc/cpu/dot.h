@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The dot products of this instruction set: Int8Dot and Int4Dot, as dot_steps.h describes them.
 
 #pragma once

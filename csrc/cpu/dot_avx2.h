@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dot products of AVX2: bytes are multiplied and neighbours added in 16 bits.
 
 #pragma once

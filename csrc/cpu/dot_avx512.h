@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dot products of AVX-512 with VNNI: 64 products and their sums in one instruction.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dot products of AVX-VNNI, which processors without AVX-512 have: 32 products and their sums in one instruction.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dot products in plain C++: what the others are held to.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Exact dot products of unsigned weights and signed 8-bit activations, for 16 outputs at once, a step of k at a time.
 //
 // All instruction sets make the same integers. A Dot names what a step of packed weights becomes in registers (Weights),

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of a table, copied as bytes: the element type does not matter.
 
 #include "kernels.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Experts: MLPs of which a token is seen by a few, each as its gathered rows times its own packed weights.
 //
 // Choices are sorted by expert, and runs of experts are computed together, at most kBlockRows rows at a time: those rows are

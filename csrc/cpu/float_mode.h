@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a thread's processor computes with floats: rounding to nearest, and numbers below the normal ones counted as any others.
 //
 // That is a mode of each thread, inherited by the threads that it starts. Any library may have changed it, for a thread or

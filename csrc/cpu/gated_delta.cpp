@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The gated delta rule (S. Yang et al., 2024, arXiv:2412.06464), token by token; its state decays as a whole, or each channel
 // of the keys at its own rate (Kimi team, 2025, arXiv:2510.26692).
 //

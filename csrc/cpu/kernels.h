@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every kernel source shares: its export rule, dispatch over element types, and the team of threads.
 
 #pragma once

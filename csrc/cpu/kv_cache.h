@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How keys and values lie in the paged cache, known to write_kv and paged_attention only.
 //
 // A block holds, for each key-value head, keys as [head size][block size] and values as [block size][head size]: scores

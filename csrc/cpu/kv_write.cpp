@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Storing a step's keys and values in their slots, and the same with norms and rotation of queries and keys before it.
 
 #include "kv_cache.h"

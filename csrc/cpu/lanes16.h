@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sixteen lanes: one register where the processor has such, four on Arm, else two of eight.
 //
 // Linears and attention use them; everything else is written for the eight lanes of vec.h.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sixteen lanes in four registers of an Arm processor: the compiler keeps vectors that are wider than a register in memory.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Latent attention over the paged cache, and the writing of latents to it (MLA; DeepSeek-V2, 2024, arXiv:2405.04434).
 //
 // A cache is [blocks][block size][rank + rope size]: what attention knows as values of one head, which are keys as well.

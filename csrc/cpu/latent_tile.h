@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One tile of latents for all rows of an item: all heads of some queries.
 //
 // A latent is read as a row, [rank + rope size], by both products. Its score with sixteen rows is computed at once, which

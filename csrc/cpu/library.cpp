@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the library says of itself, its threads, and running many kernels at a time. Compiled without raised instruction-set
 // flags, like all shared code.
 

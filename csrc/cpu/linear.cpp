@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of packed weights, of one matrix at a time, of experts and of heads: one entry each for all weight formats.
 
 #include "codes.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loop nest around every linear kernel, and what is done with its sums.
 //
 // Each output is one chain over k in order, whatever the number of rows, blocks or threads: rows and panels only say which

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bfloat16 weights by AMX, activations rounded to bfloat16.
 //
 // Of 32 k the first ones of all pairs are added in turn, and so are the second ones; then both sums, and what they are added

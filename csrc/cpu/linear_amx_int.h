@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Integer weights by AMX, where there are enough rows to fill tiles: the integers of linear_int.h, made 16 rows at a time.
 //
 // Two tiles of rows are multiplied by two panels, so that each tile that is loaded serves twice. The integers go through

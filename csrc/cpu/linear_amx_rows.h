@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A few rows of bfloat16 weights by vectors, with the bits of tiles (linear_amx_float.h).
 //
 // Such rows wait for memory, and vectors are loaded from it faster than tiles are. Tiles take numbers below the normal ones as 0,

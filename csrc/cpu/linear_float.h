@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Linear with float32 sums of float32 products: float weights, and integer weights in the precise mode.
 
 #pragma once

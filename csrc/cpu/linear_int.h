@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Linear on integer weights, in the fast mode: activations are rounded to 8 bits, with a scale per row and chunk of k.
 //
 // A part of a chunk is summed as exact integers, from which the weights' zero point is taken out by the sum of the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products that an instruction set makes in a way of its own; all others are those of the set on which it stands.
 
 #include "experts.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Packing weights into panels once, while loading, and reading rows back out of them.
 
 #include <cstddef>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activations as the float kernels take them: rows of a tile side by side, value of k after value of k.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Looking at logits before a token is chosen, and changing them.
 
 #include "logits_row.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernels of the sampling tail share: walking a row of logits in vectors, sums in float64, and the order of tokens.
 //
 // A row is one thread's work and its sums run in an order that its length and its values alone decide. Weights are

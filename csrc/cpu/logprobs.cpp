@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Logprobs of a row's chosen token and of its likeliest ones, and the chosen one's rank.
 
 #include "logits_row.h"

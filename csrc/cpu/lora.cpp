@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Low-rank adapters of one matrix.
 
 #include "kernels.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Low-rank adapters (E. Hu et al., 2021, arXiv:2106.09685): what each row's own adapter adds to a product.
 //
 // Rows are sorted by adapter, and those of one are multiplied together, a few at a time, so that its weights are read once. A

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What this machine can do at most: the limits that `quire bench kernels` compares with.
 
 #include "kernels.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What kernels ask of the system for the memory that they read.
 
 #pragma once

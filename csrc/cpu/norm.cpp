@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Root-mean-square and layer norms of rows, each by one thread.
 
 #include "norm.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Root-mean-square norm of one row, which is reduced in an order that its length alone decides.
 
 #pragma once

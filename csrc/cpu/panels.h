@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Packed weights: how a matrix [N, K] lies in memory so that every kernel can vectorise over outputs.
 //
 // A panel holds 16 outputs. Float panels are [K][16], and of bfloat16 [K / 2][16][2], the second of two k first. Panels of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of heads, each with its own part of one packed matrix: blocks of rows that share the threads, as experts do.
 
 #pragma once

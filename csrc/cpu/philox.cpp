@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random numbers that depend on a seed and a position, and on nothing that was drawn before.
 
 #include "kernels.h"

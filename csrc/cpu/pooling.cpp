@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What becomes of the hidden states of a text, token after token: sums, or the greatest numbers.
 //
 // Each number is one chain over the tokens in order, which continues where the step before left it, so no bit depends on the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plain C ABI of the CPU kernel library: everything quire/kernels/cpu/library.py relies on.
 //
 // Sizes and strides are int64_t and count elements. Kernels are found by (instruction set, name), so that the library

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Real-gated linear recurrent units (S. De et al., 2024, arXiv:2402.19427): two gates of each channel, made of its head's
 // channels, and a recurrence that each channel walks by itself.
 

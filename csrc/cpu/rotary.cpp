@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rotary position embedding, in place on the query and key heads of a step.
 
 #include "rotary.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activations rounded to 8 bits, a chunk of k at a time, for products with integer weights.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activations rounded as checkpoints say and widened again.
 
 #include "kernels.h"

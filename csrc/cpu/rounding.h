@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How checkpoints have activations rounded: to integers of 8 bits, or to E4M3, with steps that were given, or that some of a
 // row's values find. Their numbers depend on themselves alone.
 

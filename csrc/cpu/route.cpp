@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The choice of experts; a row's result is made from that row alone.
 
 #include "kernels.h"

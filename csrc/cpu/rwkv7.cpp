@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The heads of RWKV-7 (B. Peng et al., 2025, arXiv:2503.14456): a generalised delta rule, token by token, a norm of what it
 // says, and a bonus for the token's own value.
 //

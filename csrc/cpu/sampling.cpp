@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The choice of one token per row of logits, without a copy of the vocabulary and without sorting it.
 
 #include "sampling_draw.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The draw of one token out of those that top-k and top-p have left.
 
 #pragma once

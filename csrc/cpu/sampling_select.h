@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Top-k and top-p: how far down the order of tokens a row's choice goes, found without sorting the vocabulary.
 
 #pragma once

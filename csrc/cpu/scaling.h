@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What groups of k are scaled by, or shifted by, as it lies in panels: streams of one of a few types.
 
 #pragma once

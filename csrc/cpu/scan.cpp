@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layers that keep a state: a convolution over the last inputs of each channel, and the recurrences of Mamba and Mamba 2.
 //
 // An item is a request and some channels, or a head, whose state it walks through row after row. Each state is computed from

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Exchanging pieces through memory that processes share. Compiled without raised instruction-set flags, like all shared code.
 //
 // A rank numbers its pieces. Piece n lies in its slot n % 2, and stays until the rank has seen piece n + 1 of every rank, which

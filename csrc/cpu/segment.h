@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory that the ranks of one host share: where each puts a piece of its data for all to read, and where they wait for each
 // other. quire/distributed/shared_memory.py makes it, and states its form, too.
 

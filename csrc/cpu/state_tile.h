@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A part of a head's state [keys, values] that is walked through by itself: 16 * width of its columns, in one piece.
 
 #pragma once

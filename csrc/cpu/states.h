@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // States that layers keep of each request: where a step's rows start from, and where they leave a state.
 //
 // With quire/kernels/reference_scan.py the only reader of a table of states; RecurrentStateSpec says what stands in it.

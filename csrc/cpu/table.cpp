@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The function table of one instruction set: a new kernel is a declaration and a row here. A set that only multiplies matrices
 // in another way has that kernel alone, and shares all others with the set below it.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The team: threads that wait for a job and take pieces of it, beside the thread that brings it, the leader.
 //
 // A job is a loop. Its indices are split into one share per thread, the same for the same loop, so that a thread finds the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The threads of all kernels: a kernel is a plain function that one thread runs, and shares loops that are long enough with
 // the others.
 //

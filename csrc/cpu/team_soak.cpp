@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A soak of the team, for `make sanitize`: it is built with ThreadSanitizer, and ends with 1 if anything was computed twice or
 // not at all. Leaders that take turns, changes of size, forks, signals, threads that are put aside in a piece, threads that are
 // stopped wherever they are, as a debugger would, and a process that ends while others compute.

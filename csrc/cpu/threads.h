@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the team asks of the system: threads, processors for them, and waiting, which is spinning first and sleeping then.
 
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AMX: tiles of up to 16 rows of 64 bytes, and one instruction that multiplies two of them and adds to a third.
 //
 // A panel of weights is a row of tiles as it lies in memory: 16 rows, each of the four (two) k of 16 outputs that stand

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Eight float32 lanes, and loads and stores of every element type through them.
 //
 // Kernel sources are compiled once per instruction set, with QUIRE_ISA naming it. All that they include lives in an

@@ -10,4 +10,5 @@ for unwanted in torch/include torch/test torch/bin torch/share torch/testing/_in
 done
 find "$packages" -type d \( -name tests -o -name __pycache__ \) -prune -exec rm -rf {} +
 find "$packages" \( -name '*.pyi' -o -name '*.h' -o -name '*.hpp' \) -type f -delete
-find "$packages" -name '*.so*' -type f -exec strip --strip-unneeded {} + 2>/dev/null || true
+# Libraries that auditwheel has edited (numpy.libs and the like) do not load after a strip.
+if command -v strip > /dev/null; then strip --strip-unneeded "$packages"/torch/lib/*.so; fi

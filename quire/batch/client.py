@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In-process client of the server's application, and a window of requests in flight.
 
 Invariant: a request that the server rejects because it is full is sent again; only a failed engine ends a run.

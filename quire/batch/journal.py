@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers of a table's rows while the job runs: a file of JSON lines beside the output.
 
 Invariant: an entry names its row by number (from 0) and by a digest of its prompt, so a changed table or template is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of JSON lines that only grow by whole lines; complete lines are never lost.
 
 Invariant: a line is complete once its newline is written. A last line without one, which a killed process or a full

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests in OpenAI's batch format, one a line, and their answers.
 
 Invariant: every non-blank input line has one output line, even if the request is invalid, unless an earlier run

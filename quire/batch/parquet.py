@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parquet tables, with pyarrow."""
 
 from __future__ import annotations

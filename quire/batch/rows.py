@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch jobs on tables: a request for each row, and the answers as more columns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of a finished run, as its last line and as its exit code."""
 
 from __future__ import annotations

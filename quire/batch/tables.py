@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables as inputs and outputs of batch jobs: CSV, TSV and JSON lines; `parquet.py` has Parquet.
 
 Invariant: a table is read row by row, and written as a copy of itself with more columns. A malformed row is a row with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Templates that make a prompt of a table's row.
 
 `{name}` is the value of a column, `{"any name"}` the same for a name with braces or quotes (a JSON string), and `{{`

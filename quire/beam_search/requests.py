@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Beam searches in flight: `BeamSearches` runs them as engine requests, `BeamSearch` is the pure search.
 
 Invariant: a step of a search is one request per live beam, which generates one token and is retained by the core. The

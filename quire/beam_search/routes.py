@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`use_beam_search` of completions and chat completions -> `BeamSearchParams`.
 
 Invariant: fields that sample randomly, or end a text early, contradict beam search and are rejected.

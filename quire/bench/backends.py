@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines for `bench throughput` and `bench latency`.
 
 Invariant: every backend gets the same token-id prompts and generates exactly `output_len` tokens for each, greedily
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from quire.config import EngineConfig
+from quire.progress import Progress
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 Prompts = Sequence[list[int]]
@@ -49,8 +51,13 @@ class QuireBackend:
         for number, prompt in enumerate(prompts):
             self._engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
         generated: dict[str, list[int]] = {}
+        progress = Progress(len(prompts), "Benchmark", "prompts", ends=False)
         while self._engine.has_unfinished_requests():
-            generated |= {output.request_id: output.outputs[0].token_ids for output in self._engine.step()}
+            finished = {output.request_id: output.outputs[0].token_ids for output in self._engine.step()}
+            generated |= finished
+            if finished:
+                progress.update(len(finished))
+        progress.close()
         return [generated[str(number)] for number in range(len(prompts))]
 
 

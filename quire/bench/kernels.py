@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel benchmarks against the machine's limits: each op at the shapes of a real model.
 
 Invariant: limits are measured in the same run, before the ops, with the same threads. An op's limit is the time of its
@@ -21,6 +22,7 @@ from quire.errors import ConfigError
 from quire.kernels import cpu, ops
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.linear import FLOAT, PackedWeight, WeightScheme
+from quire.progress import Progress
 
 _POOL_BYTES = 96 * 2**20
 _BLOCK_SIZE = 16
@@ -249,7 +251,12 @@ def measure(
     del buffer
     most, min_seconds = (QUICK_CASES, 0.0) if quick else (None, MIN_SECONDS)
     cases = (case for suite in suites for case in islice(SUITES[suite](rows, weights), most))
-    return KernelsResult(limits, [measure_case(case, limits, min_seconds) for case in cases])
+    progress, results = Progress(None, "Benchmark", "kernels", ends=False), []
+    for case in cases:
+        results.append(measure_case(case, limits, min_seconds))
+        progress.update()
+    progress.close()
+    return KernelsResult(limits, results)
 
 
 def measure_case(

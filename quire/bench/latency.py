@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offline latency: time of one batch from prompt to last token."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Summary of a recorded run: steps, tokens, step times and waiting times.
 
 Invariant: nothing is measured here; every number is a sum over frames.

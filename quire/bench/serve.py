@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load generator: sends requests to a running server at chosen times, and computes metrics.
 
 TTFT: send to first token. TPOT: time per token after the first. ITL: gap between two events of a stream.
@@ -21,6 +22,7 @@ from quire.bench.workload import arrival_times, mean, percentile, random_prompts
 from quire.entrypoints.cli.chat import first_model
 from quire.entrypoints.cli.client import ServerClient, carries_tokens
 from quire.errors import QuireError
+from quire.progress import Progress
 
 TITLES = {
     "ttft": "Time to First Token",
@@ -204,15 +206,21 @@ async def run_load(
         slots = asyncio.Semaphore(plan.max_concurrency)
     start_s = clock()
 
+    progress = Progress(plan.num_prompts, "Benchmark", "requests", ends=False)
+
     async def send(body: Body, arrival_s: float) -> RequestRecord:
         await asyncio.sleep(arrival_s - (clock() - start_s))
         async with slots:
-            return await send_one(client, plan.endpoint, body, lambda: clock() - start_s)
+            record = await send_one(client, plan.endpoint, body, lambda: clock() - start_s)
+        progress.update()
+        return record
 
     arrivals = arrival_times(plan.num_prompts, plan.request_rate, plan.seed)
     to_send = zip(bodies[plan.num_warmups :], arrivals, strict=True)
     records = await asyncio.gather(*(send(body, arrival_s) for body, arrival_s in to_send))
-    return ServeResult(records, clock() - start_s, plan.request_rate, plan.max_concurrency)
+    duration_s = clock() - start_s
+    progress.close()
+    return ServeResult(records, duration_s, plan.request_rate, plan.max_concurrency)
 
 
 async def send_one(

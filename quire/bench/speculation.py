@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speedup of speculative decoding at given acceptance rates: the same texts with and without drafts, alternating.
 
 Outputs are generated once, recorded, and drafted from the record (`quire.spec_decode.recorded`).

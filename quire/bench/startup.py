@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start-up benchmark: time from the command to the first token of fresh processes, by phase.
 
 Invariant: phases follow one another without a gap, so their seconds add up to the total.

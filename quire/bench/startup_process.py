@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One start, timed by its own process: `python -m quire.bench.startup_process BEGIN < config.json`.
 
 BEGIN is the monotonic time at which the process was requested. Writes phase -> seconds, as JSON. It times the work of
@@ -15,7 +16,7 @@ import msgspec
 
 from quire.errors import QuireError
 from quire.processes import begin_imports, end_imports
-from quire.torch_import import preload_library
+from quire.torch_import import begin_torch
 
 
 class Stopwatch:
@@ -47,8 +48,8 @@ class Stopwatch:
 def time_first_token(stopwatch: Stopwatch, encoded: bytes) -> None:
     """Start an engine and generate one token."""
     stopwatch.end("interpreter")
-    preload_library()
     begin_imports()
+    begin_torch()
     from quire.config import EngineConfig
     from quire.engine import core, front_end, llm_engine
     from quire.sampling_params import SamplingParams

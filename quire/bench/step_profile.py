@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profile of one decode step: time of each kernel of a recorded step, next to a memory bandwidth probe.
 
 Invariant: steps and probes alternate within one process and second, so that a fraction of the bandwidth is a ratio of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offline throughput of a batch of requests, and comparison of two backends on the same batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workloads (random prompts, arrival times), kernel cases and summary statistics.
 
 Invariant: workloads depend only on the seed, not on clocks or global randomness. Percentiles interpolate linearly

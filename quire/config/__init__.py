@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration: one frozen, validated dataclass per owner, bundled in `EngineConfig`."""
 
 from typing import TYPE_CHECKING

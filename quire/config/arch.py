@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model architecture as read from a checkpoint's config.json.
 
 Invariant: `quire.models.hf_config` is the only reader of config.json; everyone else reads this frozen record, so a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags of config classes for `argparse`, as vLLM's scripts use it; the `quire` command has its own (click).
 
 Invariant: a flag that is not given is None, which keeps the default.

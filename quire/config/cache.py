@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV cache and KV events (see kv_events.md)."""
 
 from __future__ import annotations

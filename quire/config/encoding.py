@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantized encodings of checkpoint weights, as rules on module names, and ggml tensor types of GGUF files.
 
 Invariant: torch-free plain data that crosses processes and is part of the packed-weights cache key. The kinds of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`EngineConfig`: all configuration of one engine, one frozen child per owner; and `EngineArgs`, its flat spelling."""
 
 from __future__ import annotations

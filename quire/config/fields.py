@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Declaration, documentation and validation of configuration fields; hashing of API keys.
 
 Invariant: every field of every config class is declared with `option`, so it has a default and a documentation
@@ -7,6 +8,7 @@ sentence; flags, `--help` and the docs page are generated from these declaration
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import hashlib
 import math
@@ -52,7 +54,7 @@ class OptionInfo:
     """Documentation and limits of one field.
 
     `metavar` is shown in `--help`; `words` are symbolic values. Names in the entry-point group `plugins` are choices,
-    too, and with `places` classes as "module:Class".
+    too, and with `places` classes as "module:Class". `elsewhere` has, for values of another option, what to do instead.
     """
 
     doc: str
@@ -65,10 +67,19 @@ class OptionInfo:
     plugins: str = ""
     words: tuple[tuple[str, int], ...] = ()
     places: bool = False
+    elsewhere: tuple[tuple[str, str], ...] = ()
 
     def names(self) -> tuple[str, ...]:
         """Return the choices on this machine; empty: any value of the right type."""
         return (*self.choices, *plugin_names(self.plugins)) if self.plugins else self.choices
+
+    def advice(self, value: Any) -> str:
+        """Return the end of a message about a value that is no choice: what to do instead, or the nearest choice."""
+        names = dict(self.elsewhere)
+        if value in names:
+            return f"; {names[value]}"
+        near = difflib.get_close_matches(value, self.names(), n=1) if isinstance(value, str) else []
+        return f"; did you mean {near[0]!r}?" if near else ""
 
     def admits(self, value: Any) -> bool:
         """Return whether a value is one of the choices, or a class where those are allowed."""
@@ -157,7 +168,8 @@ def check_value(name: str, value: Any, expected: Any, info: OptionInfo) -> None:
     if not _has_type(value, kind):
         raise ConfigError(f"{flag_of(name)} must be {_type_name(kind)}, got {value!r}")
     if not info.admits(value):
-        raise ConfigError(f"{flag_of(name)} must be one of {', '.join(info.names())}, got {value!r}")
+        known = ", ".join(info.names())
+        raise ConfigError(f"{flag_of(name)} must be one of {known}, got {value!r}{info.advice(value)}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         _check_range(name, value, info)
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Store of KV cache blocks outside the process (see kv_store.md)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfer of KV cache blocks between a prefill engine and a decode engine: keys of `--kv-transfer-config`.
 
 Keys and roles are vLLM's. A request's part in a transfer is in `quire.kv_transfer_params`.

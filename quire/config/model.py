@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model, precision and weight loading; LoRA (see lora.md); structured outputs (see structured_output.md)."""
 
 from __future__ import annotations
@@ -133,6 +134,9 @@ class ModelConfig(Config):
         "auto",
         "Precision of the weights; auto: the checkpoint's where its kernels exist. Activations are float32 on a CPU.",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+        elsewhere=tuple(
+            (name, f"weights are rounded by --quantization {name}") for name in ("int8", "int4", "fp8")
+        ),
     )
     seed: int = option(0, "Seeds requests that bring no seed of their own, in order of arrival.", ge=0)
     max_model_len: int = option(

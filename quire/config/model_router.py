@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many models behind one address (see many_models.md); read by the router's process only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images, videos and embeddings as inputs (see multimodal.md)."""
 
 from __future__ import annotations

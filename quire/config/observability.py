@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logs, statistics and traces."""
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class ObservabilityConfig(Config):
         "URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span for every request; needs the extra otel.",
         metavar="URL",
     )
-    enable_progress: bool = option(True, "Progress bars while loading (only on a terminal).")
+    enable_progress: bool = option(
+        True, "Progress while loading: a bar on a terminal, elsewhere a log line every 5 seconds."
+    )
 
     def check(self) -> None:
         """Reject a trace endpoint that cannot be used.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pooling specification of a model, resolved at startup and read by front end and worker.
 
 Invariant: torch-free data. The front end validates requests against it, and the worker builds its pooler from it.

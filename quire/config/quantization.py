@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weight quantization at load time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scheduling limits and policy; supervision of engine cores."""
 
 from __future__ import annotations

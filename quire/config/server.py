@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP server; read by the API process only."""
 
 from __future__ import annotations
@@ -157,6 +158,11 @@ class ServerConfig(Config):
         False, "GET /tokenizer_info, which shows the chat template and the special tokens."
     )
     enable_force_include_usage: bool = option(False, "Send usage with every stream, asked for or not.")
+    disable_access_log_for_endpoints: tuple[str, ...] = option(
+        ("/health", "/livez", "/readyz", "/ping", "/metrics"),
+        "Paths, with commas between, whose successful requests get no access line; none: every request gets one.",
+        metavar="PATHS",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speculative decoding (see speculative.md)."""
 
 from __future__ import annotations

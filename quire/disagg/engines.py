@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines behind the proxy: their addresses, health and load, and HTTP exchanges with them.
 
 Invariant: a connection serves one exchange, and is closed when that ends, however it ends. No wait is unbounded.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proxy that has one engine compute a prompt, and another one generate from its blocks, by vLLM's protocol.
 
 Each request for text goes to a prefill engine with `max_tokens` 1 and `do_remote_decode`; the `kv_transfer_params` of

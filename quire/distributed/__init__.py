@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collective communication between the ranks of one model."""
 
 from typing import TYPE_CHECKING

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Agreement checks between ranks, at startup and before steps that each rank plans by itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks with a device each: device tensors cross between the devices, all others through the host.
 
 Invariant of `DeviceGroup`: device transfers are enqueued on the device, and the host does not wait for them, so they

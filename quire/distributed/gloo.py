@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gloo groups of rank processes: over the loopback on one host, over the network between hosts.
 
 Invariant: no global state of torch.distributed is touched, so a process may be in several groups.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group of ranks that compute one model together, as seen by one of them.
 
 Invariant: all ranks of a group make the same calls in the same order. A lost rank fails the pending call on every

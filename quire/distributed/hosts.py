@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of several hosts, equally many on each: they share memory within a host, and data crosses hosts once.
 
 Invariant: ranks are reduced in the tree of `ops.all_reduce`. A host's ranks are a power of two and so a whole subtree;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that are threads of one process: for tests, and the oracle of every other transport."""
 
 from __future__ import annotations

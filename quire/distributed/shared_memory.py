@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of one host with shared memory, through which kernels communicate without system calls.
 
 Invariant: the memory is anonymous (Linux: memfd), so it is gone with the last process that maps it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Added and special tokens that a checkpoint keeps beside tokenizer.json.
 
 Precedence is that of transformers: `added_tokens_decoder` of tokenizer_config.json goes before added_tokens.json and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Admission control: checks queue and memory limits before a request costs anything.
 
 Invariant: reservations are the only state, each held for its context. Every refusal is counted under its option.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asynchronous engine: many concurrent async generators over one engine.
 
 Invariant: torch-free (unless the cores run in this process). One receiver thread per core (see `CoreReceivers`) hands

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients of engine cores: in this process, in a child process, or in another process of the server.
 
 Invariant of `CoreClient`: `send` never blocks; `receive` blocks and is called from one thread at a time; after `close`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engine core: one scheduler, one executor, and the loop that joins them.
 
 Invariant: only this module owns both the scheduler and the executor. It handles token ids and blocks, never text, HTTP

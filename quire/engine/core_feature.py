@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interface of features that take part in the engine core's loop: holds on requests, and work beside the steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engine core behind sockets: messages of front ends in, outputs to each of them.
 
 Invariant: single-threaded apart from kernels and the parent watchdog. It reads `config` and one ipc socket in its

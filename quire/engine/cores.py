@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ownership and replacement of an asynchronous engine's cores.
 
 Invariant: a core is replaced by its owner. Each front end decides which of its own requests fail.

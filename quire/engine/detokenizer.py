@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Incremental detokenization and stop strings.
 
 Invariant: the deltas of a request, joined, are the text of all its tokens, cut at a stop string; each push costs

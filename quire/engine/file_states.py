@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States of a checkpoint's files, to detect that they changed between reads.
 
 Invariant: torch-free. A state includes the inode and the time of the last status change, so that a replaced file with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transport-free front end of an engine: core messages in, messages for cores out.
 
 Invariant: no socket, no thread, no event loop, and time comes from the given clock. Every method that changes

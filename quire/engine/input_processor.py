@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Input processor: caller's prompt and parameters to core requests.
 
 Invariant: its requests have been checked against the model: every id is in the vocabulary, the prompt leaves

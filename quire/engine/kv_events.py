@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Publisher of numbered KV event batches on a ZeroMQ socket, with replay on request.
 
 Invariant: publishing never blocks. A slow or late subscriber misses batches, detects that by their numbers and

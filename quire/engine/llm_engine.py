@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synchronous engine, one `step()` at a time.
 
 Invariant: no thread and no event loop of its own; the model runs in `step` only. Ctrl-C takes effect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a prompt's media against the model and the options, before the request costs anything."""
 
 from __future__ import annotations

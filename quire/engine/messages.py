@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between a front end and its engine core.
 
 Invariant: msgspec structs, encoded with msgpack on the wire and never with pickle; the same objects are passed by

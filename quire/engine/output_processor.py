@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output processor: core updates to text, stop strings, logprobs, pooled output and statistics.
 
 Invariant: each sequence gets exactly one finishing update; later updates for it are ignored. An internal error while

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams from cores to consumers on the event loop.
 
 `OutputStream` holds at most one output: deltas that are not fetched in time are merged, cumulative outputs replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Default directory of packed weights, which later starts map. Torch-free."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forms of prompts, their internal form, and length limits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits on waiting requests and free memory, checked in the front end so that a refusal is cheap.
 
 Invariant: a sequence waits from its reservation, before its prompt is tokenized, until the core's first update

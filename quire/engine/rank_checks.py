@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of parallel configurations before any rank starts: devices, hosts, pipeline stages, experts.
 
 Invariant: units of tensor parallelism are those that the layers declare (`quire.layers.shard`). Shards in units that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Former name of the replay in `quire.engine.trace`, for one release."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Sleeper`: sleep mode of an engine core.
 
 Invariant: before memory is freed, no step is in flight, the worker has no row and no block is held. So the cache wakes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`prepare`: resolution of every automatic value of a user's configuration.
 
 Invariant: every automatic choice is logged once, with its reason; later code resolves nothing. Torch-free, so the API
@@ -163,11 +164,11 @@ def with_absolute_paths(config: EngineConfig) -> EngineConfig:
 
 
 def working_directory() -> Path:
-    """Return the working directory. Raises ConfigError: it was deleted."""
+    """Return the working directory. Raises StartupError: it was deleted."""
     try:
         return Path.cwd()
     except FileNotFoundError:
-        raise ConfigError(
+        raise StartupError(
             "the working directory was deleted; change to one that exists, such as `cd /`, and start again"
         ) from None
 
@@ -294,7 +295,10 @@ def _choose_max_model_len(config: EngineConfig, max_seq_length: int | None) -> C
     """Choose the context length; sentence-transformers' `max_seq_length` may be below the model's positions."""
     asked, limit = config.model.max_model_len, context_limit(config.arch)
     if asked > limit:
-        raise ConfigError(f"--max-model-len is {asked}, but the model was made for {limit} positions")
+        raise ConfigError(
+            f"--max-model-len is {asked}, but the model was made for {limit} positions; give at most "
+            "that, or extend it by rope_scaling in --hf-overrides"
+        )
     if (asked if asked > 0 else limit) > MOST_POSITIONS:
         raise ConfigError(
             f"the context has {asked if asked > 0 else limit} positions, by the model's config.json "

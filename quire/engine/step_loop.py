@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step loops, plain and overlapped, with the same steps and results, so that one can be checked against the other.
 
 Invariant: results are processed in the order of their plans. Between two iterations the scheduler may change in any way

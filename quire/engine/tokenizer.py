@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizer: text to token ids and back, on the `tokenizers` library alone.
 
 Invariant: never imports torch. Instances hold no per-call state, so threads may share one. Text of tokens is always

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizer contexts of the model and of adapters, and request fields converted from text to token ids.
 
 Invariant: an adapter's files are read once, not per request; as many contexts are cached as adapters are kept in host

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizer files and chat templates of checkpoints, bytes of tokens, and templates of special tokens.
 
 Invariant: transformers is imported only for a model without `tokenizer.json`, to convert its tokenizer once.
@@ -305,6 +306,8 @@ def converted_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, 
     try:
         converted = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # a defect of any of its files raises whatever the code for them meets
+        if not found:
+            raise ModelLoadError(f"{has} and no other file of a tokenizer; {hint}") from error
         shown = " ".join(str(error).split())
         needs = sorted({package for package in found.values() if package})
         needed = f", which may need {', '.join(needs)} installed" if needs else ""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded runs: writing, reading and replaying scheduler traces.
 
 A file is a magic line, then frames, each a four-byte length and a msgpack message. A frame is flushed before the next

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fill-in-the-middle prompts for the `suffix` of completions.
 
 Invariant: the model's tokenizer has all markers of a known layout; text that spells a marker is encoded as plain text.

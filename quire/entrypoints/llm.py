@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LLM`: offline generation and pooling.
 
 Invariant: outputs are in prompt order; the engine core runs in this process.

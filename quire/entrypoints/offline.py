@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`OfflineEngine`: base of `LLM`; runs requests to completion on an engine in this process.
 
 Invariant: one thread at a time; an error leaves no request behind.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations of `LLM.chat`: rendered before, and read after the model has answered."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`TextForm`: tokenizer, chat template and answer formats of one model or adapter."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executors: they run the workers, in this process or in others."""

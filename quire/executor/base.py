@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interface between the engine core and an executor.
 
 Invariant: an executor sees requests only through plans. The core calls, in this order, `load`, `kv_cache_specs`,

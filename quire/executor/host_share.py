@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Partition of a host's processors and memory among its ranks."""
 
 from __future__ import annotations

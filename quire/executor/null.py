@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Null executor: computes nothing, and checks everything that a worker takes on trust.
 
 Its next token is a pure function of the preceding tokens and the request's seed, so an output does not depend on the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placement of a host's ranks on processors, and so on the memory of their NUMA nodes.
 
 Invariant: affinity is set before the rank's program starts, so no thread of it ever ran elsewhere.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executor with one worker in the engine core's own process.
 
 `Lane`: executor calls in the caller's thread, or in order on a thread of their own. Invariant: calls run one at a

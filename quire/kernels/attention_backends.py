@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention backends by name: implementations of `ops.paged_attention` for a model's layers.
 
 Invariant: a backend is chosen once for each kind of layer, when the model is built, never by the batch. All read the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch metadata that kernels read: one for each KV cache group, of the group's kind; and sampling limits of a batch.
 
 Invariant: it completely describes which rows and blocks belong to which request, so one op serves prefill, decode and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`DispatchMode`: torch's dispatch mode without importing torch's compiler."""
 
 from __future__ import annotations

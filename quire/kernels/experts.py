@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert weights and adapters as the kernels read them, and reductions of a text's tokens.
 
 Invariant: each expert's weights are packed separately, at any address; their common properties are checked once.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed weights and quantized activations: the layouts that the linear kernels read, and conversions.
 
 Invariant: a weight is packed once, while loading, and exists once. On a CPU, panels of 16 outputs let a kernel

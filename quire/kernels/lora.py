@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA adapters of a layer as the kernels read them.
 
 Invariant: memory is allocated once, for the maximum number of adapters in a step; loading one writes into its slot and

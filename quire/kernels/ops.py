@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of ops: every kernel the engine calls, with its shapes, dtypes and implementations, best first.
 
 Invariant: which implementation runs depends only on the device and dtype of an op's key tensor (and, where a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain-torch oracle of every op: obviously right, and used if no faster implementation applies.
 
 Invariant: arithmetic is float32 whatever the input dtype, rounded once at the end. In latent attention (MLA;

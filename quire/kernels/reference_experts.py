@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Torch oracles of routing and of experts.
 
 Invariant: as in `reference`; a token's experts are added in the order of their numbers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Oracle of the sampling ops, the order of tokens, and counter-based random numbers.
 
 Invariant: floating-point work is row by row (softmax, cumulative sums), never an element-wise function over the whole

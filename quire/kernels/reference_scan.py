@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Torch oracles of recurrent layers: causal convolution, Mamba, Mamba 2, delta rule, RG-LRU and RWKV-7.
 
 Invariant: as in `reference`; padding rows are 0; a token's result is computed from the previous state in the same way

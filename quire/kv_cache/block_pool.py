@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block pools of device and host: holders, free blocks, and reusable prefixes.
 
 Invariant (`BlockPool`): every block but the null block is either held (`ref_cnt` > 0) or in the free queue, never
@@ -20,6 +21,7 @@ of a later move of the plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -100,10 +102,11 @@ class FreeBlockQueue:
     O(1) here and O(n) in a `collections.deque`. An ordered dict would do it too, but allocates per operation.
     """
 
-    def __init__(self) -> None:
-        self._num_blocks = 0
+    def __init__(self, blocks: Sequence[KVCacheBlock] = ()) -> None:
+        self._num_blocks = len(blocks)
         self._end = KVCacheBlock(-1)  # sentinel: its next is the first block, its prev the last
-        self._end.next_free = self._end.prev_free = self._end
+        for block, following in pairwise([self._end, *blocks, self._end]):
+            block.next_free, following.prev_free = following, block
 
     def __len__(self) -> int:
         return self._num_blocks
@@ -160,9 +163,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, on_host: bool = False, events: KVEventLog | None = None) -> None:
         assert num_blocks >= 1, "the pool needs room for the null block"
         self.blocks = tuple(KVCacheBlock(block_id, on_host=on_host) for block_id in range(num_blocks))
-        self.free_queue = FreeBlockQueue()
-        for block in self.blocks[NULL_BLOCK_ID + 1 :]:
-            self.free_queue.append(block)
+        self.free_queue = FreeBlockQueue(self.blocks[NULL_BLOCK_ID + 1 :])
         self._cached: dict[BlockHash, KVCacheBlock] = {}
         self._pinned: list[KVCacheBlock] = []
         self._borrowed: dict[int, KVCacheBlock] = {}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events: changes of the prefix cache as data for subscribers.
 
 Invariant: applying all events in order to an empty set of (medium, group, block hash) yields exactly the

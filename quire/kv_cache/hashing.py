@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hashes of prefix cache blocks: each covers all tokens from the start of the sequence to the block's end.
 
 Invariant: two blocks have the same hash only if their tokens, all tokens before them and their extra keys are the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the KV cache's invariants.
 
 On each tier, with the tables of running requests on the device and of swapped requests on the host:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV cache manager: the scheduler's interface to the KV cache.
 
 Invariant: a block enters the prefix cache only after the step that filled it has come back, so a hit never depends on

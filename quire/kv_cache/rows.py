@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows: KV cache blocks as bytes that leave the engine and come back; the seam of stores (`quire.kv_store`).
 
 A row is one block: its bytes in every cache tensor of a worker, in order. Its name is the block's pool key.

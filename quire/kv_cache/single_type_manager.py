@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block tables of one KV cache group; one class per attention type.
 
 Invariant: a running request's table grows at its end only. Its first `num_dropped` entries are the null block, because

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizing of the KV cache: number of blocks and longest request.
 
 Invariant: pure arithmetic on measured values. Every choice or refusal is logged with its numbers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV cache specs of layers, their grouping, and their serialization.
 
 Invariant: plain frozen data. Layers declare specs, the core groups them, the worker allocates by them; nothing is

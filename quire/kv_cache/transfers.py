@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host blocks that a store outside the engine fills or reads (`quire.kv_store`).
 
 Invariant: a block is borrowed from the host tier until its bytes have moved, and a load is found by its content only

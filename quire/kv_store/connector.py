@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connectors: how a worker's rows get from a prefill engine to a decode engine.
 
 A connector is a plug-in (`CONNECTORS`). Its methods carry vLLM's verbs, and work on rows named by content: the core

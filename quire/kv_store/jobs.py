@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows on their way between the host tier and other places; the part that tiers share.
 
 Invariant: the host blocks of a job are borrowed from the scheduler until its rows have moved, and given back once.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that are kept for other engines under leases, in memory.
 
 A lease is a name of `NAME_BYTES` ASCII characters drawn at random, so that it is the name of no row. Other engines

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row store in memory: rows of one or several namespaces under one limit, least recently used ones evicted first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows between a worker's host blocks and other places: one thread per place, and all I/O on it."""
 
 from __future__ import annotations

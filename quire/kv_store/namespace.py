@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Namespace of a worker's rows: everything that their bytes depend on besides tokens.
 
 Invariant: whatever moves a bit of the cache is here; whatever does not (threads, batch, chunks) is not, so that rows

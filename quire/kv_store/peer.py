@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row store of a peer: rows in the memory or on the disk of a row server, over a Unix socket or TCP.
 
 Rows travel unencrypted: use it on a trusted network only.

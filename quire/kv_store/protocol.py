@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Protocol between clients and servers of KV cache rows: addresses, handshake, frames, checksums.
 
 All integers are big-endian. After the handshake the client sends requests, which the server answers in order:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interface of a store of KV cache rows outside the engine.
 
 A row is one block of the KV cache: its bytes in every cache tensor of one worker, in order. A row's name is the block's

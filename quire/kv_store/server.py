@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row server: stores of KV cache rows, one per namespace, for many clients over a Unix socket or TCP.
 
 Invariant: a client changes nothing but rows of its own namespace. One that is malformed, silent or slow loses its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The core's side of a store: which blocks are loaded and saved, and when.
 
 A new request is held while blocks that extend its cached prefix are loaded into the host tier, from which it then takes

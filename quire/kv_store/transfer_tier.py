@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The core's side of transfers between a prefill engine and a decode engine (`--kv-transfer-config`).
 
 An engine that prefills copies the blocks of a request's prompt to the host tier as they are computed, and from there to

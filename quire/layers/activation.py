@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation functions by their names in config.json, and xIELU (Huang and Schlag, 2024, arXiv:2411.13010).
 
 Shapes: T tokens of the step, I intermediate size.

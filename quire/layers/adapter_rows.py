@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embedding and output rows that adapters replace or add: their few trained tokens.
 
 Shapes: T tokens, V rows of the table, H their size, S slots, E rows that each adapter may have, N rows of logits.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Alternating updates (AltUp; Baykal et al., 2023, arXiv:2301.13310) and statistical top-k activation sparsity.
 
 Shapes: N streams, of which a layer computes the first, T tokens of the step, H hidden size, I features, or those of a

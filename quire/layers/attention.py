@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal attention over the paged KV cache, with ALiBi (Press et al., 2022, arXiv:2108.12409), attention sinks (Xiao et
 al., 2023, arXiv:2309.17453, as in gpt-oss, 2025, arXiv:2508.10925), scaled queries at later positions (Nakanishi, 2025,
 arXiv:2501.19399, as in Llama 4) and a checkpoint's KV cache scales.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base classes of layers with parameters, and the dtypes of weights, adapters and activations.
 
 Invariant: a layer knows its parameters and no file; the loader knows files and no layer. They meet in `Slot`.

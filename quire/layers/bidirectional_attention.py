@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bidirectional attention of encoders, within the one step that computes all tokens of a text.
 
 Shapes: T tokens of the step, Hq/Hkv query and key-value heads, D head size, P positions.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token embedding, also as output head, embeddings of positions and token types, and their adapters.
 
 Shapes: T tokens, N tokens whose logits are wanted, V vocabulary rows, H hidden size. Of adapters: S slots, R ranks, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert parallelism: exchange of tokens and expert outputs between ranks that hold whole experts.
 
 Shapes: T tokens, H hidden size, E experts of the layer, k of a token, N choices.

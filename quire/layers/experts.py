@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixture of experts (N. Shazeer et al., 2017, arXiv:1701.06538): router, experts and the sparse feed-forward block.
 
 Experts are loaded, packed and sharded one by one, and computed in one call. Each rank has some features of every expert

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear attention with the delta rule: Gated DeltaNet (S. Yang et al., 2024, arXiv:2412.06464) and Kimi Delta
 Attention
 (Kimi team, 2025, arXiv:2510.26692), whose state decays per channel.

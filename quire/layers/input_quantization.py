@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation quantization of a linear layer's input, per merged part, as the checkpoint specifies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention over the paged cache, and its block (MLA; DeepSeek-V2, 2024, arXiv:2405.04434).
 
 Shapes: T tokens of the step, H hidden size, Hq heads, R rank of the latents, D rotated dimensions.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning attention (Qin et al., 2024, arXiv:2401.04658), as in MiniMax-01 (2025, arXiv:2501.08313) and, with heads
 normed and rotated, in Ring-linear (Ling team, 2025, arXiv:2510.19338).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers, alone or merged (QKV, gate and up) so that a step makes fewer and larger kernel calls.
 
 Shapes: T tokens, K input features, N output features, Hq/Hkv query and key-value heads, D head size.

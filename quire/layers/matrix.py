@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base of layers with one large weight: sharding, checkpoint slots and the packed form.
 
 Invariant: a weight exists once. Before `finish_loading` it is the parameters that its quantization method created,

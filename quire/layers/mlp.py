@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The feed-forward block of a decoder layer.
 
 Shapes: T tokens of the step, H hidden size, I intermediate size.

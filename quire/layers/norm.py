@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMSNorm (Zhang and Sennrich, 2019, arXiv:1910.07467), LayerNorm, norms of queries and keys (Henry et al., 2020,
 arXiv:2010.04245), norms over sharded rows, and `PerHeadLinear`.
 

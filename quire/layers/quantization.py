@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization methods: how a layer's weight is read from the checkpoint and stored, one object each, in one table.
 
 Invariant: methods are known by name only here. A layer asks its method for parameters, their slots and the finish; the

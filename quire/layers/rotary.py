@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding (Su et al., 2021, arXiv:2104.09864) and the ways to stretch it to longer contexts.
 
 Shapes: P positions, T tokens, D head size, R rotated dimensions of each head (R <= D).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixers of RWKV-7 (B. Peng et al., 2025, arXiv:2503.14456): time mixing with a state, and channel mixing.
 
 Each also reads the previous token's input, which it keeps as a state. Shapes: T tokens of the step, H hidden size,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention blocks of decoder layers: projections, head norms, positions, attention, output projection.
 
 `SelfAttention` (grouped-query), `DifferentialAttention` (T. Ye et al., 2024, arXiv:2410.05258), `MixtureOfAttention`

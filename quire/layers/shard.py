@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel partitioning of weights.
 
 Invariant: a rank's shard follows from the layer's statement (`Partition` and spans, set when it is created) and

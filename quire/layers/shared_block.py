@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer block shared by several layers, each with its own low-rank adapters (Zamba 2; arXiv:2411.15242).
 
 Shapes: T tokens of the step, H hidden size, I intermediate size, Hq heads of size D = 2 H / Hq, K and N features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row-parallel linear layers with the same bits at every tensor-parallel size (--tp-invariant).
 
 Float sums depend on their order. So the order is fixed: inputs are cut into `NUM_SLICES`, each with its own matmul, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mapping of checkpoint tensor parts to parameters of a layer.
 
 Invariant: the regions of a tensor's slots cover it, each element once unless its slots are shared. A slot reads a box

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixed-size recurrent state per request, which each token updates.
 
 Invariant: a state is float32 whatever the model's dtype, because sums over a whole sequence accumulate rounding. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Per-step metadata that every layer receives with the rows.
 
 Shapes: T tokens of the step.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers with one or a few numbers per head, channel or dimension, and no weight matrix."""
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that support adapters, under one interface: linear layers and heads, tables, per-head weights.
 
 Shapes: a [r, inputs] and b [outputs, r] are a module's LoRA weights, as in its checkpoint.

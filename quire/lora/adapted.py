@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that an adapter has for a module of the model, and errors about them."""
 
 from __future__ import annotations

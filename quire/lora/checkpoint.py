@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads an adapter directory in PEFT's layout into the layers' form.
 
 Invariant: everything in the directory matches the model and the limits, or nothing of it is used.

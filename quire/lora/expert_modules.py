@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT tensors that adapt all experts of a layer together (`target_parameters`).
 
 Shapes: E experts with weights [N, K]; A [E * r, K], expert after expert, and B [N, r * E], rank after rank. Where

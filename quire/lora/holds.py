@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds of requests whose adapters are still being read, so that other requests are not delayed.
 
 Invariant: the worker has the adapter of every request without a hold, because it drops an adapter only when the core

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of an adapter's file by module of the model, in PEFT's layout; and storage of adapters in int8.
 
 Invariant: every tensor belongs to one module and matches it, its partners and the limits, before any is read. Errors

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of embedding tables that an adapter replaces, and DoRA's row norms.
 
 Invariant: a row equal to the model's own, as the model stores it, is not the adapter's.

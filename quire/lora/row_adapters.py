@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapter and slot of each row of the batch.
 
 Invariant: a slot is not reassigned while a row uses its adapter; a plan has no more different adapters than slots.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hashes of table rows, by which a rank recognizes rows of the model that another rank holds.
 
 A mark is two sums of a row's numbers, as integers, times random factors, modulo 2**64 (J. Carter and M. Wegman, 1979):

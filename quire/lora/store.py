@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Store of adapters in host memory, read by a background thread; and their slots on the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets of LoRA: linear layers and embedding tables, by the names of the checkpoint's modules.
 
 Invariant: a module is a target only if layers that support adapters compute all of its outputs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizer and chat templates of an adapter's directory.
 
 Invariant: ids stand for the same tokens as in the model's tokenizer, all of whose tokens are present; an adapter only

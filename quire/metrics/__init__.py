@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of the running engine and their outputs."""

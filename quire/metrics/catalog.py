@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table of metrics: names, kinds, labels and meanings; construction of the metrics, also under vLLM's names.
 
 Invariant: every metric of the server has a row, and the values of every label come from its row. So no client can make
@@ -211,6 +212,15 @@ METRICS = (
     MetricInfo("counter", "num_swaps", "Preemptions that copied the blocks to the host.", vllm=None),
     MetricInfo(
         "gauge", "host_cache_usage_perc", "Fraction of host blocks held by swapped sequences.", vllm=None
+    ),
+    MetricInfo(
+        "gauge",
+        "saturation",
+        "Load from 0 to 1: 0.8 is a full batch, 1 a queue that refuses requests (see scaling.md).",
+        vllm=None,
+    ),
+    MetricInfo(
+        "gauge", "estimated_queue_seconds", "Seconds that a new request would wait for its start.", vllm=None
     ),
     MetricInfo("gauge", "kv_store_blocks", "Blocks in --kv-store.", vllm=None),
     MetricInfo("gauge", "kv_store_bytes", "Bytes that they take.", vllm=None),

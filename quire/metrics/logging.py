@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Periodic log line of engine statistics, and the metric of lost log lines.
 
 Invariant: `record` only sums up numbers of all cores; the owner calls `log` at its interval, and an idle engine stays

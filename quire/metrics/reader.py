@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics of an engine in this process as plain objects, for `LLM.get_metrics`, under vLLM's names."""
 
 from __future__ import annotations

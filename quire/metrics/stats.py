@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of one step as seen by the front end, and the `StatLogger`s that receive them.
 
 Invariant of `StatLoggerGroup`: an error of one logger is logged once and affects no other. A logger added later is

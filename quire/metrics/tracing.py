@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenTelemetry tracing: a span for every request, sent to a collector over HTTP.
 
 Invariant: spans are made from statistics when a request has ended, and sent by a thread from a bounded queue. A slow

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys of the router: the server's, those of single models, and the admin key.
 
 Invariant: a model with keys of its own takes these only, any other one the server's. The admin key opens all. A model's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router's web application: its own routes, and all others for the models' servers.
 
 Invariant: no route waits for a model but those that are passed on. Own routes with `?model=` that ask for a server's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model's server as a child process: its start, its readiness, its log and its end.
 
 Invariant: a child is over when every process of its group has ended, so its memory is back. What it was told (flags,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP/1.1 client for one request to a child's Unix socket.
 
 Invariant: a response is passed on as it arrives, and at most `READ_BYTES` of it are held. A closed connection tells the

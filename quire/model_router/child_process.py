@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entry point of a model's server: `python -m quire.model_router.child_process PARENT_PID DIRECTORY CONFIG`.
 
 Invariant: it never outlives the router. If the router is killed, it ends, removes the router's private directory, and

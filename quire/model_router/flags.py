@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags of a model's server, from those of the router, the model's entry and its estimated memory."""
 
 from __future__ import annotations

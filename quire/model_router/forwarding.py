@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests passed on to a model's server, and their responses as they arrive.
 
 Invariant: a request's body is received whole, within the limits of all bodies, before its model is loaded; a response

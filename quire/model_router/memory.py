@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a model's server, estimated from its files before it is loaded.
 
 Invariant: torch-free. Every number is one that `quire serve` is then held to (the KV cache), or an upper estimate.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics of the router; those of a model's own server are at `/metrics?model=NAME`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reader of `--models`: a YAML file of models, or a directory of checkpoints.
 
 Invariant: strict. An unknown or repeated key and a bad value are errors that name the line, the model and the key; the

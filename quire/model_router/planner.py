@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decisions of the router: which models are in memory, which requests go to them, wait or are refused.
 
 Invariant: pure. Events, the time and the free memory come in, actions go out; no clock, I/O or randomness. The caller

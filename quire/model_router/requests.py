@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice of a request's model: `?model=`, the body's `model` or `name`, or the default one.
 
 Invariant: only the fields that decide are parsed; the body goes to the model's server unchanged, which reports what is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router's owner of models: executes the planner's actions, and gives requests their model's server.
 
 Invariant: single-threaded, one event loop. Every change of a model's state goes through `Planner`; each of its actions

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire serve --models`: from the flags to the exit code.
 
 Invariant: the first SIGTERM, SIGINT or SIGHUP drains: what waits is refused, what runs may finish within
@@ -24,7 +25,7 @@ from quire.entrypoints.openai.lifecycle import GRACE_S, HttpServer, base_url, re
 from quire.entrypoints.openai.service_manager import ServiceManager
 from quire.entrypoints.openai.start_signals import StartSignals, drain_signals
 from quire.errors import StartupError
-from quire.logging_setup import say, say_error
+from quire.logging_setup import say, say_failure
 from quire.model_router.app import RouterApp
 from quire.model_router.child import ServerStarter, Starter
 from quire.model_router.flags import server_flags
@@ -57,8 +58,7 @@ def run_router(models: Models, config: ServerConfig, settings: ModelRouterConfig
             finally:
                 private_directories.remove(directory)
     except StartupError as error:
-        say_error(f"error: {error}")
-        return 1
+        return say_failure(error)
     return 0  # a signal came before there was anything to drain
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base class of causal language models: the interface to the worker and to the weight loader.
 
 Shapes: T tokens of the step (a flat batch, no batch dimension), N rows whose logits are wanted, E embedding size,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoders fine-tuned as bidirectional encoders (GTE-Qwen2, embedding models from Llama).
 
 Invariant: torch-free. Sources: LLM2Vec (BehnamGhader et al., 2024, arXiv:2404.05961), GTE (Li et al., 2023,

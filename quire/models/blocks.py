@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoder blocks: how models place norms, attention and MLP around the residual stream.
 
 Shapes: T tokens of the step, H hidden size.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Directory of files that can be made again, bounded in bytes: the least recently used are evicted for new ones.
 
 Invariant: a file appears whole, by renaming, and is this user's alone; several writers at once do no harm. A file that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table of architectures that quire implements.
 
 Invariant: data only; docs/models.md and the parametrized family tests are generated from it.

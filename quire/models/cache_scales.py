@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading of a checkpoint's KV cache scales into attention layers with a matching cache dtype."""
 
 from __future__ import annotations

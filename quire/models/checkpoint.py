@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resolution of the user's model name to a local directory or GGUF file, and its config.
 
 Invariant: resolved once, at start-up; config, tokenizer and weights are all opened from the one path returned here, so
@@ -43,15 +44,26 @@ def resolve_model_dir(model: str, revision: str | None, download_dir: str | None
         )
     if not model or path.is_absolute() or model.startswith(".") or model.partition(":")[0].count("/") > 1:
         raise ModelLoadError(
-            f"model {model!r} is no directory, no Hugging Face id (owner/name, of GGUF owner/name:Q4_K_M) "
-            f"and not {' or '.join(BUNDLED_MODELS)}{_nearest(path, download_dir)}"
+            f"model {model!r}: there is no such {'file' if is_gguf(path) else 'directory'}"
+            f"{_nearest(path, download_dir) or _FORMS}"
         )
     name, _, gguf = model.partition(":")
+    if gguf and "/" not in name:
+        raise ModelLoadError(
+            f"model {model!r} is one of Ollama's names, which are not known here; give a *.gguf file, or a Hugging "
+            "Face id with the quantization, such as bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M"
+        )
     try:
         return HubModel(name, gguf or None, revision, download_dir).find()
     except ModelLoadError as error:
         hint = _nearest(Path(name), download_dir)
         raise ModelLoadError(f"{error}{hint}") if hint else error from error.__cause__
+
+
+_FORMS = (
+    "; a model is a directory, a *.gguf file, a Hugging Face id (owner/name, of GGUF owner/name:Q4_K_M), or "
+    f"{' or '.join(BUNDLED_MODELS)}"
+)
 
 
 def _nearest(model: Path, download_dir: str | None) -> str:

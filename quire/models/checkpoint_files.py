@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Access to the files of a checkpoint: regular files only, of bounded size.
 
 Invariant: torch-free. A name that exists and is no regular file (directory, dangling link, pipe, device) is an error

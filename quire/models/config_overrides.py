@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merge of --hf-overrides into the values of a config.json.
 
 Invariant: torch-free. Where the file, the overrides or both describe the rotary embedding under two keys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Construction of model objects, including classes with an old-style constructor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoder-only transformer as its `ModelArch` describes it: the class of most families, each a reader in `families/`.
 
 Shapes: T tokens of the step, H hidden size, N rows of logits, V vocabulary rows.

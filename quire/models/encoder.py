@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoder-only transformer as its `ModelArch` describes it (BERT and its descendants), and its classifier head.
 
 Shapes: T tokens of the step, E embedding size, H hidden size, N classified texts or tokens, C classes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoder with cross-attention to an encoder's output, as Whisper has it (Radford et al., 2022, arXiv:2212.04356).
 
 A sequence begins with P positions of the encoder's output, then come the decoder's tokens. Each layer has one cache: at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detection of expert counts that differ from config.json, reported once instead of tensor by tensor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoint fingerprint that does not read all of the files."""
 
 from __future__ import annotations

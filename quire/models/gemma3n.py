@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gemma 3n's text model (Google, 2025): a Gemma 3 with several residual streams, of which layers compute one.
 
 Shapes: T tokens of the step, H hidden size, N streams, L layers, P size of a token's row for each layer.

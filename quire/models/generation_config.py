@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reader of generation_config.json: default sampling parameters and further end-of-sequence tokens.
 
 Invariant: torch-free; a directory without the file has no defaults.

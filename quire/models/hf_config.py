@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reader of config.json and generation_config.json into a `ModelArch`, and report of unread keys.
 
 Invariant: torch-free, and the only reader of these files. A family's keys are interpreted in its file in `families/`.

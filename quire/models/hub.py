@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face models by id: their files on this machine, downloaded if necessary.
 
 Invariant: no network access is needed if the cache has the files; `HF_HUB_OFFLINE=1` forbids it.
@@ -103,7 +104,7 @@ class HubModel:
 
         reasons = (
             (errors.HFValidationError, "is neither a directory nor a valid Hugging Face id"),
-            (errors.LocalEntryNotFoundError, "is not on this machine, and Hugging Face cannot be reached"),
+            (errors.LocalEntryNotFoundError, self._unreachable()),
             (errors.GatedRepoError, "is gated: ask for access on its Hugging Face page and set HF_TOKEN"),
             (errors.RepositoryNotFoundError, "is neither a directory nor a public model on Hugging Face"),
             (errors.RevisionNotFoundError, "is on Hugging Face, but not in this revision"),
@@ -111,11 +112,23 @@ class HubModel:
         try:
             yield
         except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-            what = f"model {self.id!r}" + (f" at revision {self.revision!r}" if self.revision else "")
+            name = f"{self.id}:{self.gguf}" if self.gguf else self.id
+            what = f"model {name!r}" + (f" at revision {self.revision!r}" if self.revision else "")
             reason = next(
                 (text for kind, text in reasons if isinstance(error, kind)), f"cannot be fetched: {error}"
             )
             raise ModelLoadError(f"{what} {reason}") from error
+
+    def _unreachable(self) -> str:
+        """Return the reason why a model that is not in the cache cannot be fetched, and the remedies."""
+        from huggingface_hub import constants
+
+        if constants.HF_HUB_OFFLINE:
+            return "is not on this machine, and HF_HUB_OFFLINE forbids to fetch it; unset it, or name a directory"
+        return (
+            f"is not on this machine, and {constants.ENDPOINT} cannot be reached: check the network, HTTPS_PROXY and "
+            "HF_ENDPOINT, or name a directory with the model's files; a gated model needs HF_TOKEN as well"
+        )
 
 
 def _is_quantized_as(name: str, wanted: str) -> bool:

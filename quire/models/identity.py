@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options and checkpoint identity that cooperating processes must have in common.
 
 Invariant: torch-free, and computed without reading the weights.

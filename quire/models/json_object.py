@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Typed access to an untrusted JSON object.
 
 Invariant: a returned value has the type and limits that the caller named; everything else raises an error that names

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model loader: the network of a prepared config, with weights loaded one layer after the other.
 
 Invariant: a layer's weights exist in the checkpoint's form only until they are in their final one, so loading takes

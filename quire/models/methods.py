@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization method of each layer of a model, for reading its weight from the checkpoint and storing it.
 
 Invariant: decided for all layers before any has memory, from the config and the checkpoint's file headers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multimodal checkpoints: their language model as if it were alone, and what the other parts ask of it.
 
 Invariant: torch-free. config.json has the language model's config as a nested object; the reader of the language

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OPT (Zhang et al., 2022, arXiv:2205.01068).
 
 Learned positions (the table's first two rows are unused), LayerNorm before or after each block, a plain MLP; the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generator of docs/models.md from the table of architectures: `python -m quire.models.page [FILE]`.
 
 Invariant: the page is a function of the table and the text here; a test compares.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registry of architectures: model class and config.json reader.
 
 Invariant: importing this module does not import torch; a model's module is imported when the model is built.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reader of the rotary embedding in config.json, in any of its layouts.
 
 Invariant: torch-free; the result needs no further defaults. Layouts: `rope_theta` beside an optional `rope_scaling`

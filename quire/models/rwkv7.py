@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RWKV-7: recurrent layers, all of which get the first layer's values.
 
 Shapes: T tokens of the step, H hidden size.

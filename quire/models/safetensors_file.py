@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reader of one safetensors file, through a memory map or past it.
 
 Format: 8 bytes with the little-endian header size, a JSON header {name: {dtype, shape, data_offsets}}, then the data,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism: which modules support it, and the application of a rank's shard to a model.
 
 Invariant: a model is sharded as a whole or not at all. A module is supported by its exact type only; a subclass must be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layer stack with the modules that only the first or the last pipeline stage has.
 
 Shapes: T tokens of the step, S features passed from one stage to the next, as [T, S].

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading of file tensors onto a device through pinned memory, overlapping reads, copies and computation.
 
 In a plain copy from the mapped file, the host touches every page, the driver copies it again into its own memory, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline parallelism: partition of a model's layers into stages, and removal of other stages' modules.
 
 Invariant: a stage has the layers of its config, or else those of `partition`, which depends on the layers' costs and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interface of a file with tensors, whatever its format."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decision whether the output head is tied to the embedding, from the tensors of the checkpoint.
 
 Invariant: torch-free. A stored head that differs from the embedding is used, whatever config.json says.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names and places of the tensors of a checkpoint in safetensors, without torch.
 
 Invariant: only headers are parsed here. A malformed header yields no tensors: the loader, which opens every file,

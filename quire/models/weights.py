@@ -1,13 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading of a model's parameters from checkpoint files, or from random numbers.
 
 Invariant: every part of every checkpoint tensor goes to exactly one slot or is skipped on purpose (by the model, or
 left to another rank), and every slot is filled. This is checked from the file headers before any data is read.
 """
 
+from __future__ import annotations
+
 import hashlib
+import logging
 import math
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +21,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from quire.config.arch import Multimodal
 from quire.errors import ModelLoadError
@@ -31,6 +33,9 @@ from quire.models.gguf.tensors import gguf_tensor_files
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorFile, TensorInfo
 from quire.models.weight_files import all_weight_files
+from quire.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 _MAX_NAMED = 8
 """Mismatched tensors named in one message."""
@@ -102,10 +107,13 @@ class CheckpointWeights:
     ) -> None:
         files = open_files(model_dir, model.folders, model.config.arch.part_of)
         self._sources = _plan(model, files, model_dir)
-        hidden = not (show_progress and sys.stderr.isatty())
         self._num_slots_left = sum(len(source.slots) for source in self._sources.values())
         total = sum(source.num_bytes for source in self._sources.values())
-        self._progress = tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden)
+        self._progress = (
+            Progress(total, "Loading weights", "GB", per_unit=1e9, ends=False, say=logger.info)
+            if show_progress
+            else None
+        )
         self._reader = reader
         self._in_use: list[tuple[TensorFile, TensorInfo, Slot]] = []
 
@@ -135,11 +143,13 @@ class CheckpointWeights:
     def end_layer(self) -> None:
         for file, info, slot in self._in_use:
             file.release(info)
-            self._progress.update(_num_bytes(info, slot))
+            if self._progress is not None:
+                self._progress.update(_num_bytes(info, slot))
         self._num_slots_left -= len(self._in_use)
         self._in_use.clear()
         if not self._num_slots_left:
-            self._progress.close()
+            if self._progress is not None:
+                self._progress.close()
             self._reader.close()
 
 

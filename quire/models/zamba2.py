@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zamba 2: Mamba 2 in all layers, some of them preceded by one of a few shared transformer blocks in turn.
 
 Shapes: T tokens of the step, H hidden size.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images, videos and embeddings as inputs: processors, encoders, and their part in the engine core."""
 
 from typing import TYPE_CHECKING

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays in safetensors files, by which pixels cross processes.
 
 Invariant: torch-free. A file appears whole or not at all; a reader checks every offset before it makes an array.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table of multimodal families: processor of images and tower of each, by the checkpoint's architecture.
 
 Invariant: torch-free; classes are named, and imported by whoever needs one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds of requests whose media are being encoded, so that other requests go on meanwhile.
 
 Between two steps the worker computes encoders for a slice of time. A request refers to the embeddings of all its items

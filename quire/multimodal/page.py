@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generator of the table of families in docs/multimodal.md: `python -m quire.multimodal.page`.
 
 Invariant: the part of the page between two comments is a function of the table of families; a test compares.

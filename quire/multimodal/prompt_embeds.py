@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that are embeddings, whole or in part: one item of a request over placeholder tokens.
 
 Invariant: torch-free, and no pickle. The digest covers the values, their shape and the mask, so no two prompts share a

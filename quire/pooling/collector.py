@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PoolingCollector`: outputs of the prompts of one pooling call.
 
 Invariant: called in the event loop's thread only; the first error ends it, and later outputs are dropped.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validation of pooling requests, and tokenization of their texts within length limits.
 
 Invariant: validated parameters name their task and suit the model. Truncation removes text and keeps special tokens,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pooling methods of `LLM`: embeddings, classes, scores, rewards."""
 
 from __future__ import annotations

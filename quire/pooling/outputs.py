@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs of pooling requests: embeddings, classes, scores, and raw pooled values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pooling over tokens, in any number of chunks; and float32 heads applied to pooled vectors.
 
 Shapes: T tokens of the step, R requests reduced, H hidden size, S rows of the batch, N vectors.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pooling of prompts on the worker: per-row state, and a step's part of it.
 
 Invariant: a request's output depends on its own hidden states only, whatever the batch and however its prompt was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AWQ (J. Lin et al., 2023, arXiv:2306.00978): finer steps for large inputs, by scales folded into their producers.
 
 Shapes: N outputs, K inputs.

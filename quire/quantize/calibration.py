@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calibration: the float model, run over texts to collect statistics of its layers' inputs."""
 
 from __future__ import annotations

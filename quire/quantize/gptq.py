@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPTQ (E. Frantar et al., 2022, arXiv:2210.17323): later inputs compensate the error of rounding an input's weights.
 
 Shapes: N outputs, K inputs. Weights are held as [K, N], so that an input's weights are adjacent.

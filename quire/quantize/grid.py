@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Integer grid that weights are quantized to, and its layout in a file.
 
 Shapes: N outputs, K inputs, G groups of inputs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calibration statistics of a linear layer's inputs: X^T X, and the mean magnitude of each input.
 
 Shapes: T tokens, K inputs.

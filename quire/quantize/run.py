@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization of a float checkpoint to integers, some layers at a time.
 
 Invariant: memory holds one round's X^T X, weights and results beside the model itself; without calibration not even

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of a model that are quantized, and tensors of the checkpoint that absorb the scales of their inputs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoint tensors with scales folded into them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calibration texts as sequences of token ids.
 
 A file is plain text, split into sequences. If its name ends in .jsonl, each line is a sequence: {"messages": [...]},

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared-memory counters of a server's API processes, core loads, and prefix cache deltas for routing.
 
 Invariant of `SharedCounters`: every process writes only its own slot (except `HANDED`, which the first process writes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing of requests to cores.
 
 Invariant of `Router`: a request counts on one core from when it is sent there until it ends; the tokens of its prompt

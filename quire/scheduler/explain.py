@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accounting of a request's waiting time by cause.
 
 Invariant: times are whole nanoseconds, and each interval is closed where the next begins, so the shares add up to the
@@ -42,8 +43,8 @@ class Explanation(msgspec.Struct, frozen=True):
     """Breakdown of the time a request spent before and between its steps.
 
     `shares` add up to `waited_ns`. `cause` is the present cause; None while the request is computed or once it has
-    finished. `num_ahead` counts the waiting requests that would start before it. Only the request's tenant may read
-    it.
+    finished. `num_ahead` counts the waiting requests that would start before it. `pace` says how many tokens of a
+    running request the last plan had, and why no more. Only the request's tenant may read it.
     """
 
     request_id: str
@@ -54,12 +55,13 @@ class Explanation(msgspec.Struct, frozen=True):
     num_ahead: int = 0
     num_preemptions: int = 0
     tenant: str = ""
+    pace: str = ""
 
     def __str__(self) -> str:
         ahead = f", {self.num_ahead} ahead of it" if self.cause else ""
         lines = [f"{self.request_id} ({self.status}{ahead}) waited {self.waited_ns / 1e9:.3f} s"]
         lines += [f"  {share.duration_ns / 1e9:9.3f} s  {share.text}" for share in self.shares]
-        return "\n".join(lines)
+        return "\n".join([*lines, f"  {self.pace}"] if self.pace else lines)
 
 
 class WaitLog:

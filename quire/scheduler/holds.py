@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds: conditions other than scheduling that a request waits for before it may start.
 
 Invariant: a held request blocks no other; it is queued only once all its holds are released. The owner of a hold must

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data exchanged between scheduler and worker, once per step: `SchedulerOutput` down, `ModelRunnerOutput` up.
 
 Invariant: everything here is small, frozen, msgspec-serializable data; the scheduler and the worker import this module
@@ -322,3 +323,5 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     store: StoreStats | None = None  # None: there is no --kv-store.
     encoder: EncoderStats | None = None  # None: no request had an image.
     transfer: TransferStats | None = None  # None: there is no --kv-transfer-config.
+    saturation: float = 0.0  # From 0 to 1 (`quire.scheduler.load_signals`).
+    queue_s: float = 0.0  # Seconds that a new request would wait for its start.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Planner`: choice of the requests of a step, by starting and preempting requests.
 
 Invariant: no state is kept between steps but the request that gets the next one for itself; `RequestQueues` holds the
@@ -17,7 +18,7 @@ from quire.scheduler.explain import Cause
 from quire.scheduler.output import BlockIds
 from quire.scheduler.queues import RequestQueues
 from quire.scheduler.request import Request, RequestStatus
-from quire.scheduler.rounds import RoundLimit
+from quire.scheduler.rounds import Bound, RoundLimit
 from quire.scheduler.step import Blocked, StepPlan
 
 LOOK_AHEAD = 256
@@ -49,11 +50,13 @@ class Planner:
         self._kv = kv
         self._queues = queues
         self._impatient: Request | None = None
+        self._last = 1, Bound.PROMPT
 
     def plan(self, step_id: int, now: float) -> StepPlan:
         """Return the next step, as `Scheduler.schedule` describes it."""
         step = StepPlan(step_id, now, self._limits.max_num_batched_tokens, self._prompt_cap())
-        step.max_decode_steps = self._num_rounds()
+        allowed, bound = self._num_rounds()
+        step.max_decode_steps = allowed
         if not self._plan_impatient(step, now):
             self._plan_running(step, now)
             step.next_running = None
@@ -62,7 +65,14 @@ class Planner:
             self._queues.running
         ):  # a request was preempted
             step.max_decode_steps = 1
+        if step.max_decode_steps < allowed:
+            bound = Bound.BLOCKS if step.only_decodes else Bound.PROMPT
+        self._last = step.max_decode_steps, bound
         return step
+
+    def pace(self) -> str:
+        """Describe the tokens of a running request in the last plan, and their bound, for a person."""
+        return self._rounds.sentence(*self._last)
 
     def _plan_impatient(self, step: StepPlan, now: float) -> bool:
         """Give the step to the request whose next chunk found no room in many steps; False if none can have it.
@@ -83,24 +93,30 @@ class Planner:
         step.num_satisfied = 0
         return bool(step.chunks)
 
-    def _num_rounds(self) -> int:
+    def _num_rounds(self) -> tuple[int, Bound]:
         """Return the number of tokens that each running request may generate in the next step, one after the other.
 
         It exceeds 1 only while no request waits and all generate: a new request waits for all these tokens.
         `RoundLimit` gives the number that ends in time. With `multi_step_streams` False, no output may be read before
         its request ends.
         """
-        most = self._rounds.num_rounds()
-        if most == 1 or len(self._queues.policy) or not len(self._queues.running):
-            return 1
+        most, bound = self._rounds.limit()
+        if most == 1:
+            return most, bound
+        if not len(self._queues.running):
+            return 1, Bound.PROMPT
+        if len(self._queues.policy):
+            return 1, Bound.WAITING
         for request in self._queues.running:
             if request.draft_token_ids or request.num_missing_tokens(self._max_model_len) != 1:
-                return 1
+                return 1, Bound.PROMPT
             is_streamed = request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY
             if is_streamed and self._limits.multi_step_streams is False:
-                return 1
-            most = min(most, request.max_computed_tokens(self._max_model_len) + 1 - request.num_tokens)
-        return most
+                return 1, Bound.STREAMED
+            left = request.max_computed_tokens(self._max_model_len) + 1 - request.num_tokens
+            if left < most:
+                most, bound = left, Bound.END
+        return most, bound
 
     def _prompt_cap(self) -> int:
         """Return the most tokens of one prompt in the next step; limited only while a request generates."""

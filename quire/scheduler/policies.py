@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scheduling policies: the order in which requests are served.
 
 Invariant: from its first start to its end a request keeps one rank, and no two requests share one. So the order of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queues of unfinished requests, retained requests, and the accounting of waiting.
 
 `RequestQueues`: every unfinished request is in one place, which its status names. RUNNING requests hold blocks and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State of one generation or pooling request in the scheduler.
 
 Invariant: `status` moves along the edges of `_EDGES` only, and a finished request never changes again.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RoundLimit`: most decode rounds of a plan.
 
 Invariant: pure; times come in as arguments, so a recorded run gives the same limits when it is replayed.
@@ -5,9 +6,24 @@ Invariant: pure; times come in as arguments, so a recorded run gives the same li
 
 from __future__ import annotations
 
+import enum
+
 from quire.kv_cache.spec import KVCacheConfig
 from quire.scheduler.output import ModelRunnerOutput
 from quire.scheduler.step import StepPlan
+
+
+class Bound(enum.Enum):
+    """Bound on the tokens of a request in a plan; the value is the sentence for a person."""
+
+    MOST = "the most of --num-scheduler-steps"
+    TIME = "a step takes {:.1f} ms, and all of them may take {:.0f} (--max-multi-step-s)"
+    REFUSED = "a request needs what multi-step decode cannot do, such as logprobs, penalties or a grammar"
+    WAITING = "a request waits"
+    BLOCKS = "KV cache blocks are short"
+    PROMPT = "a prompt is computed, or drafts are verified"
+    STREAMED = "a request is streamed (--no-multi-step-streams)"
+    END = "a request reaches max_tokens or the end of the context"
 
 
 class RoundLimit:
@@ -29,13 +45,18 @@ class RoundLimit:
         self._round_s = 0.0  # until a step was measured, any number of rounds is expected to end in time
         self._num_single = 0  # next plans that are of one round
 
-    def num_rounds(self) -> int:
-        """Return the limit, at least 1."""
+    def limit(self) -> tuple[int, Bound]:
+        """Return the limit, at least 1, and its bound."""
         if self._num_single:
-            return 1
+            return 1, Bound.REFUSED
         if self._round_s * self._most <= self._max_s:
-            return self._most
-        return max(int(self._max_s / self._round_s), 1)
+            return self._most, Bound.MOST
+        return max(int(self._max_s / self._round_s), 1), Bound.TIME
+
+    def sentence(self, num_rounds: int, bound: Bound) -> str:
+        """Describe the tokens of a request in a plan, for a person."""
+        why = bound.value.format(self._round_s * 1e3, self._max_s * 1e3)
+        return f"up to {num_rounds} token{'s' if num_rounds > 1 else ''} of each request per plan: {why}"
 
     def note(self, step: StepPlan, output: ModelRunnerOutput, now: float) -> None:
         """Measure a completed step, if it only decoded."""

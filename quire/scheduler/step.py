@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan of one step, kept until its result comes back.
 
 Invariant: chunks are in plan order, their sizes sum to at most the budget, and a request has at most one chunk.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurement of a machine's step costs: an engine like a server's runs prompts of many lengths, some at a time."""
 
 from __future__ import annotations

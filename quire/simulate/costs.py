@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step costs of a machine, fitted to the steps of a recorded run.
 
 A plan costs a constant, plus for each forward pass of it (a multi-step plan has several) a constant, an amount per

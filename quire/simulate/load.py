@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads: requests with arrival times, described by distributions, listed in a file or taken from a recorded run.
 
 Invariant: a described load depends on its description and seed only. Token ids stand for texts: equal ids are equal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machine files: a model's resolved configuration, its KV cache and the step costs of one machine, as JSON."""
 
 from __future__ import annotations

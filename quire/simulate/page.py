@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One self-contained HTML page about simulated runs: a table, bars by value, and a timeline of each run.
 
 Invariant: nothing is loaded from elsewhere and there is no script; every text is escaped.

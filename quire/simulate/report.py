@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Summary of simulated runs: throughput, latencies, hit rate, memory; as a table and as JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulation of one engine under one load, in virtual time.
 
 The scheduler, the KV cache and the step loop are the engine's own; the executor computes nothing, checks every plan and

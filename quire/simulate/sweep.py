@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulations of one load for several values of one option."""
 
 from __future__ import annotations

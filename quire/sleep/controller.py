@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`SleepController`: sleep and wake-up of the asynchronous engine.
 
 Invariant: one transition at a time. No request is accepted while the engine is about to sleep, even if that fails. If

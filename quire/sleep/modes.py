@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sleep state of an engine: levels, separately waking parts, and request options.
 
 Invariant: pure. The front end and each core keep their own state and apply the same changes in the same order, so they

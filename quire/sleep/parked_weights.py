@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ParkedWeights`: model weights offloaded to the host to free device memory.
 
 Invariant: storages are emptied and refilled in place, so parameters, views and packed weights keep their identity.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /sleep, POST /wake_up and GET /is_sleeping, for the admin key."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Acceptance rates of drafts, recent ones first: by request, and by kind of draft.
 
 Invariant: old trials fade, so a request whose text changes its nature is drafted for again.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configs of draft models and draft heads, and the checks that they match the target."""
 
 from __future__ import annotations

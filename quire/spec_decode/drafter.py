@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drafter interface, and the table of drafters.
 
 Invariant: a drafter does not change texts. A wrong draft costs time and nothing else.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompt lookup: drafts what followed the previous occurrence of the text's end.
 
 Invariant: a step's cost depends on the number of new tokens, not on the length of the text.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Corpora of recent outputs for the suffix drafter, and a synthetic drafter that replays recorded outputs."""
 
 from __future__ import annotations

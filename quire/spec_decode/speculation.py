@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Speculation`: calls the drafters of an engine and decides which drafts a step verifies.
 
 Invariant: its decisions depend on how long steps took; no token depends on its decisions.

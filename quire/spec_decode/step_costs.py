@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost model of steps by width, clocks, and the number of draft tokens to verify.
 
 Invariant: decisions follow from numbers that all ranks of a model share, so all ranks draft alike: they call the same

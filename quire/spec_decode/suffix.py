@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Suffix drafter: looks up the end of an output in recent outputs of the same owner, its own included.
 
 Invariant: no owner's text is in another owner's automata, and all automata together hold a bounded number of tokens,

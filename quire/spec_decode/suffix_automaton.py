@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Suffix automaton: accepts every run of tokens of the texts added to it (A. Blumer et al., 1985)."""
 
 from __future__ import annotations

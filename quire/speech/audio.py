@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sound files to mono samples at 16 kHz, written to a file while they are decoded.
 
 WAV is read here, FLAC, Ogg and MP3 by soundfile, everything else by PyAV; both are optional. Invariant: memory holds a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process that decodes one sound file: `python -m quire.speech.decode_process SOURCE TARGET MAX_SECONDS`.
 
 Its reply is one JSON object on standard output: `samples`, or `error` with words for the client. Invariant: a file that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transcription for the server: windows of a sound as concurrent requests, their results in order.
 
 Invariant: the event loop neither decodes nor computes features; threads do, in bounded number. Closing the generator of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-mel spectrograms with the values of transformers' WhisperFeatureExtractor.
 
 Invariant: one window at a time, so memory never grows with the length of a file.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forms of a transcript: subtitles, and the replies and stream events of OpenAI's API and of vLLM's.
 
 Invariant: the deltas of a stream concatenate to the text of the same request without stream.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Languages of Whisper's vocabularies, by code, with their names in English."""
 
 from __future__ import annotations

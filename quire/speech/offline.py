@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transcription for `LLM`: windows of all sounds in rounds of requests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields of transcription requests, and their reading from multipart bodies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of one window: its audio, the decoder's prompt, the sampling parameters, and what an output says.
 
 Invariant: all requests of a window have the same first positions and the same digest, so that its encoder's output is

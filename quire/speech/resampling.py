@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resampling of mono sound in blocks: soxr where it is installed, else a windowed-sinc filter in numpy.
 
 Invariant: the samples do not depend on how the input is divided into blocks.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /v1/audio/transcriptions and /v1/audio/translations
 
 Invariant: a sound's file is removed when its request ends, however it ends; a client that disconnects, also during its

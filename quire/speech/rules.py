@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whisper's rules of sampling, as a logits processor of the engine.
 
 A request asks for them by `extra_args`: `{"speech": {"timestamps": true}}`. Invariant: nothing is kept between tokens,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sounds and features of an engine, as files in one private directory.
 
 Invariant: a window's features stay while a lease on them lives, and as a cache within a limit of bytes afterwards.

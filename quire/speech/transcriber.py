@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transcription of one window: which requests it takes, written without any I/O.
 
 A job is a generator that yields requests and is sent their outputs. So `LLM`, which computes many jobs in rounds, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Segments of a transcript, from the tokens of windows with timestamps.
 
 Invariant: segments are in order of time and lie within the sound.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Special tokens of a Whisper checkpoint, and what its generation config says of them.
 
 Invariant: torch-free; every id comes from the checkpoint's files.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """WAV files: integers of 8 to 32 bits and floats, of any number of channels and samples per second."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Windows of a sound, cut where it is quietest, and the sound's file.
 
 Invariant: a window's samples are read when it is reached; a file of hours is never in memory as a whole.

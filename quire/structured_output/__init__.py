@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Structured output: constraints on a request's text, and the grammars that enforce them.
 
 Invariant: nothing here imports torch, the engine or the scheduler. The front end checks a constraint (`normalize`,

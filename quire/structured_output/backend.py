@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interface to the libraries that turn grammars into token masks.
 
 Invariant: a failure of the library, panics included, becomes a `GrammarError` and concerns one grammar or matcher.

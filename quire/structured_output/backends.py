@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table of grammar backends, which imports none of them."""
 
 from __future__ import annotations

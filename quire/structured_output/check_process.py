@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process that checks whether constraints compile: `python -m quire.structured_output.check_process BACKEND`.
 
 Invariant: it is single-threaded and compiles nothing itself. A fork with a memory limit does, and is killed on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of constraints within limits of CPU time and memory, in processes that can be killed.
 
 Invariant: whatever a constraint does to the library (no end, all memory, a crash), it happens in a separate process

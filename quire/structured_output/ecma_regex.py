@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON Schema's regular expressions (ECMA-262, flag u) in the grammar library's syntax (Rust's regex).
 
 Invariant: the result matches what the original matches, or the expression is refused: an escape or group that the two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON Schema formats as regular expressions, so that they are enforced exactly.
 
 Invariant: an expression matches what the format's RFC allows and nothing else, except leap seconds, allowed if the

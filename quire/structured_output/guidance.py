@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grammar backend on llguidance (https://github.com/guidance-ai/llguidance): derivatives for lexemes, Earley above.
 
 Invariant: token bytes come from our vocabulary, not from the library's reading of a tokenizer. All limits of the

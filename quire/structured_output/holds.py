@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds of requests whose grammars are being compiled, so that other requests are not delayed.
 
 Invariant: every hold is released, even if its grammar cannot be compiled; then the worker fails its request.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normalizes a client's constraint into one that a backend compiles as it is.
 
 Invariant: normalization is pure and bounded by the size of its input; the front end does it once. The result is within

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StructuredOutputsParams` with vLLM's names and meanings, and the keys of `--structured-outputs-config`.
 
 Invariant: an instance holds exactly one constraint, of the right type; `normalize` and the backend decide whether it

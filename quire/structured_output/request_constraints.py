@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of `structured_outputs` in the front end, before a request is queued, off the event loop.
 
 Invariant: a queued constraint is normalized, was compiled once within the limits, and suits the model's tokenizer.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normalizes a client's JSON schema into one that the grammar library enforces as the standard means it.
 
 Invariant: the result accepts a value only if the client's schema (draft 2020-12) does. Whatever cannot be enforced is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cache of compiled grammars by constraint, and the table of grammar backends, which imports none of them.
 
 Invariant: the cache is bounded in bytes, and recompiling gives the same grammar. One background thread compiles; a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Structural tags: constraints of fixed text, free text and schemas; and their conversion to grammar rules.
 
 Invariant: after `normalize_tag` a tag is one tree of the formats below, with normalized schemas and no references.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fair queue for a few concurrent checks, by tenant.
 
 Invariant: a named tenant occupies at most half of the places, and at least one; the waiting tenant charged least is

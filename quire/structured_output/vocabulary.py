@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vocabulary of a model as grammars need it, and the CPU budget of a request's masks."""
 
 from __future__ import annotations

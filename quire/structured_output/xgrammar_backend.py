@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grammar backend on xgrammar (https://github.com/mlc-ai/xgrammar): context-free grammars over bytes and tokens.
 
 Invariant: the library gets only grammars written here (`ebnf`), no schemas or expressions: its own conversion accepts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress, hang detection and restart policy of engine cores.
 
 `Progress`: shared memory that outlives the core. The core writes, its parent reads, and neither waits for the other.

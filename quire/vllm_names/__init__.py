@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's names: options, sampling parameters, variables, modules and methods, and the handling of each.
 
 Invariant: torch-free, and imports nothing of quire but `quire.errors`, except in `page` and `argument_parser`, which no

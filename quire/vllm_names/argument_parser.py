@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`FlexibleArgumentParser`: argparse with vLLM's flags, for scripts that add their own to those of `EngineArgs`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's command lines in quire's flags.
 
 Replaces vLLM's flags by the tables, keys of JSON options with a dot (`--speculative-config.method ngram`), lists with

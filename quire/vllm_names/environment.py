@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's environment variables (`VLLM_*`).
 
 A command copies those that quire reads under another name, and logs a sentence about every other one that is set.

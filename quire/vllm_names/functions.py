@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions that vLLM's scripts import and quire has in another form."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Import paths of vLLM under `quire.`, so that a script needs `vllm` replaced by `quire` only.
 
 `PRESENT` are names that quire has elsewhere, `ABSENT` those that it does not have. `VllmFinder` makes modules of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's methods and attributes of classes that quire has under the same name.
 
 A class takes `missing_member` as its `__getattr__`, so that a method of vLLM's that does not exist is an AttributeError

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's values of options that quire has under the same name.
 
 `CHECKPOINT_METHODS` are values of `quantization` that name the format of a checkpoint; start-up compares them with it.

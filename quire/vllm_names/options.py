@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's engine options: keywords of `LLM(...)` and `EngineArgs(...)`, flags, and keys of `--config FILE`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generator of docs/coming_from_vllm.md from the tables: `python -m quire.vllm_names.page [FILE]`.
 
 Invariant: the page is a function of the tables and the text here; a test compares.

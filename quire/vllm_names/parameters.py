@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's keywords of `SamplingParams` and of the other parameters of a request."""
 
 from __future__ import annotations

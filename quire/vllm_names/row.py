@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row of a table of vLLM's names, and the translation of given values by such a table.
 
 Invariant: a name that quire has is never translated. Every translation is logged once per process; nothing is dropped
@@ -103,9 +104,22 @@ def table_of(*groups: list[Row]) -> Table:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that is close in spelling; None if there is none."""
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=CLOSE)
-    return found[0] if found else None
+    """Return the name that is close in spelling; None if there is none.
+
+    Two letters in the wrong order are close in a short name as well.
+    """
+    names = list(names)
+    found = difflib.get_close_matches(name, names, n=1, cutoff=CLOSE)
+    return found[0] if found else next((other for other in names if _is_swapped(name, other)), None)
+
+
+def _is_swapped(name: str, other: str) -> bool:
+    """Return whether two neighbouring letters are all that differs."""
+    places = [i for i, (a, b) in enumerate(zip(name, other, strict=False)) if a != b]
+    if len(name) != len(other) or len(places) != 2 or places[1] != places[0] + 1:
+        return False
+    first, second = places
+    return name[first] == other[second] and name[second] == other[first]
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's flags of the HTTP server; they are accepted or refused by every command with an engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of whole KV cache blocks: between the device and the host tier, and on the device.
 
 Invariant: block ids are checked here before they index anything. A block is copied whole in every tensor [blocks,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps run at startup: the rehearsal before memory is measured, and the calibration of the draft cost model.
 
 Neither leaves anything behind: the requests are unknown to the scheduler, and the blocks belong to no request.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host processor as the worker's device.
 
 Invariant: every operation is done when its call returns, so nothing is ever copied or waited for.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device interface of the worker, and the table of devices.
 
 Invariant: nothing else in the worker asks for the device type.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs through torch: `cuda` (NVIDIA and AMD) and `xpu` (Intel); rows on the device, steps by graphs.
 
 Invariant: all work goes to one stream in order. Nothing here waits for it except `Mark.wait` and startup code. Host
@@ -551,7 +552,10 @@ class GpuDevice:
 
     def start(self, config: EngineConfig) -> None:
         if not self._module.is_available():
-            raise ConfigError(f"--device {self._type}: torch finds no such device; use --device cpu")
+            raise ConfigError(
+                f"--device {self._type}: torch {torch.__version__} finds no such device; use --device cpu, or check "
+                f"the driver and install a build of torch for {self._type} (https://pytorch.org/get-started/locally)"
+            )
         self._module.set_device(self._torch_device)
         compiles.watch(None)
         check_compiler(self._torch_device)

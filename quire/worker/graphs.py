@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of forward passes and of sampling, and the shapes they are captured in.
 
 A step takes the smallest graph that holds it; the rest is padding. Pure decode steps have one row per request. All

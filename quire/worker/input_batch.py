@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Persistent batch: one row per request for its whole life, and the block tables of the rows.
 
 Invariant: adding, growing or removing a request touches only its own row and never moves another; a step gathers the

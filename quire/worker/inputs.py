@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flat inputs of one step, gathered from the rows of the batch.
 
 Invariant: numpy vector operations only, so the cost does not depend on Python visiting tokens. A plain loop is the

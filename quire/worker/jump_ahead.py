@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jump-ahead decoding: drafts the tokens that a grammar forces, such as the keys of an object.
 
 Invariant: they are drafts like any other (`quire.spec_decode`). A text can be tokenized in several ways, and the model

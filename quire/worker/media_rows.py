@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Media of the batch's rows: embeddings, rotary positions and sight of a step's tokens.
 
 Shapes: T tokens of the step, M of them with an embedding, H hidden size.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model runner: executes the scheduler's plans.
 
 Order: update batch -> gather -> forward -> sample -> keep -> result, each a call to its owner. Request features live

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline from rows of the batch to hidden states, and its host implementation.
 
 Invariant: `gather`, `forward` and `keep` are called in this order, once per step.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling of a step: hidden states -> logits -> tokens, and logprobs of prompt tokens.
 
 - `FirstTokens`: top tokens of a vocabulary sharded over ranks, without gathering all logits

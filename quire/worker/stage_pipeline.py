@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline-parallel stage: receives hidden states, sends its own on; the last stage sends sampled tokens to all.
 
 Invariant: all stages of a shard run the same plans in the same order, so messages need no tags. Hidden states go

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes of pipeline stages, from measured layer costs; and memory of a step, measured on a short one.
 
 Layers are timed before the model is loaded, so that stages take equally long: one layer of each kind at a time, with

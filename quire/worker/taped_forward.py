@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward pass of a CPU with replay of small steps: one recorded kernel graph for any number of requests and tokens.
 
 There is another graph for steps of one token, and others for steps with adapters or token types. Sizes are not rounded

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-step decode: further tokens of generating requests, without a plan between them.
 
 Between two steps a plan is made, packed and reported on. That is a fifth of a millisecond of Python, but takes seven

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies between host and device.
 
 Invariant: work runs in order. An asynchronous device continues after a call has returned; a download may be read only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worker: one model on one device, from loading to the last step.
 
 Invariant: memory is allocated in this order and never again: weights, warm-up, KV cache. Sleep frees memory and
@@ -429,13 +430,20 @@ class Worker:
         return KVCacheConfig(1, rehearsed_groups(specs), specs)
 
 
+_REFUSED_ALLOCATION = "DefaultCPUAllocator"
+"""In torch's message if the system has no memory; the rest of it are numbers that the caller's message has."""
+
+
 @contextmanager
 def _enough_memory(purpose: str) -> Iterator[None]:
     """Raise StartupError for a RuntimeError; inside such a block only a failed allocation raises one."""
     try:
         yield
     except RuntimeError as error:
-        raise StartupError(f"not enough memory for {purpose}: {error}") from error
+        reason = str(error)
+        if _REFUSED_ALLOCATION in reason:
+            reason = "the system refuses to allocate it; give a smaller --kv-cache-memory-bytes, or --max-model-len"
+        raise StartupError(f"not enough memory for {purpose}: {reason}") from error
 
 
 WAKERS: dict[str, Callable[[Worker], None]] = {

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of each format, written without quire, and runs of jobs on them with a stub in place of a model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of lines: whatever happens, every complete line stays, and an incomplete one goes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch files: one answer for each line, in order, whatever the line is, and few lines in memory."""
 
 from __future__ import annotations

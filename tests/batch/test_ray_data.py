@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example for Ray Data, on two hosts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs on tables: every row has its answer beside it, whatever ends a run, and nothing that is finished is lost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts of rows: what braces mean, and how values that are no text are shown."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A backend that generates nothing and moves a clock by a fixed time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model in the box stays near float32, in every way of keeping it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel measurements: shares of limits are what the numbers say."""
 
 from __future__ import annotations

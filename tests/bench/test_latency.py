@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latency arithmetic."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serving metrics on known numbers."""
 
 from __future__ import annotations

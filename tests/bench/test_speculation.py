@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The speed-up of speculation: who is timed when, and that answers are compared."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Phases of a start: they add up, warm-up does not count, and a real process has all of them."""
 
 from __future__ import annotations

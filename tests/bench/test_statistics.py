@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Summaries on known numbers, and percentiles against the standard library's."""
 
 from __future__ import annotations

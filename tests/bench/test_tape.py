@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step from the inside: every op of it is listed, with what it reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Throughput arithmetic, and the order of a comparison."""
 
 from __future__ import annotations

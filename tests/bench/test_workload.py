@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts and arrival times follow from the seed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines take turns, and what is told are ratios of the same round; the first one is not counted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model that copies, at a small size."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every tiny model grows to half a billion parameters, its speed is measured, and what is recorded is on the page."""
 
 from __future__ import annotations

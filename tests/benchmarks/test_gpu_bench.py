@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks.gpu.bench` from end to end on a CPU, with tiny shapes, and the arithmetic of its table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks.gpu.check` from end to end on a CPU, with tiny shapes: so no mistake of its own costs time on a GPU."""
 
 from __future__ import annotations

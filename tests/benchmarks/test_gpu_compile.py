@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU kernels compile for an H100; in a process of its own, since Triton's interpreter rules that of the tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the drafting cost benchmark: every kind of text is measured, and requests of many owners."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods of `quire quantize` are written, measured and told in rows of a table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test of the gain of prefix-aware routing, in simulated time."""
 
 from __future__ import annotations

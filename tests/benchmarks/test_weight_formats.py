@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every form that the page names is measured, and what was recorded is on the page."""
 
 from __future__ import annotations

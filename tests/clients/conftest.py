@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server of the model in the box, started as a user does, and clients that reach nothing else.
 
 The environment of these tests has the clients and not quire.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenAI's own client. This file runs with every major version of it that an environment has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Structured output and forced calls by OpenAI's own client, with every major version of it that an environment has."""
 
 from __future__ import annotations

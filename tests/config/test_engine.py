@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`EngineConfig`: flat names in, one frozen child per owner out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every field of every config class is documented, has a valid default, and refuses what lies outside its limits."""
 
 from __future__ import annotations

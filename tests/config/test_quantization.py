@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`QuantizationConfig`: what it means, and what it refuses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the keys and values of `--speculative-config`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The texts for calibration are what the generator makes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The world of quire-demo: held-out phrasings stay held out, answers are true, chats render exactly."""
 
 from __future__ import annotations

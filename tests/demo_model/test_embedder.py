@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedding model in the box."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shipped weights really answer: a sample of the held-out evaluation, through the engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer does what torch's own does, which computes in bfloat16."""
 
 from __future__ import annotations

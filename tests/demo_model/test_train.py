@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training script runs: two steps of a small batch, and what it exports is a model that quire loads."""
 
 from __future__ import annotations

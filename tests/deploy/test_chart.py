@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Helm chart and the plain manifest: rendered by helm, valid by Kubernetes' schemas, refusing wrong values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server where containers put it: a root that is read-only, another user, a small /dev/shm, a hardened unit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of `deploy/`: they parse, name what exists, and ask for what the server does."""
 
 from __future__ import annotations

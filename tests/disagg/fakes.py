@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that speak just enough HTTP to fail at a chosen stage, and a server for the proxy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The proxy speaks vLLM's protocol, and a client gets one reply or one error whatever its engines do."""
 
 from __future__ import annotations

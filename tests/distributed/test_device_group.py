@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks whose devices are joined, on devices that are the host, and torch's NCCL with gloo in its place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every way to move tensors between ranks against the same pictures, with ranks that are threads."""
 
 from __future__ import annotations

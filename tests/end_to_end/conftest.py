@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One served model in the box for all tests that only talk to it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of schemathesis: its false failures, each with the reason, and checks of our own.
 
 It makes requests from the document without what fields ask of each other, of which there are too many combinations for

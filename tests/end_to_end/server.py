@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real `quire serve` in a process of its own, for tests that look at it from outside."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several API processes in front of one core, from outside: one server, whoever answers and whoever dies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Beam search: as Transformers does it, and whatever is shared, preempted or computed again, bit for bit the same."""
 
 from __future__ import annotations

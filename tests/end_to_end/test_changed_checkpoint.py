@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint is replaced under a running server, and then its core dies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The determinism contract (docs/design.md, section 9) from the outside: tokens and logprobs equal bit for bit.
 
 The native kernels keep it; the torch reference, which runs where no compiler was found, does not.

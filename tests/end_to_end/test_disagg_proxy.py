@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two real servers behind the proxy: the bits of one, also when either is killed."""
 
 from __future__ import annotations

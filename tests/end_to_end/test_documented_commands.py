@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every command and every snippet of the README and the docs is run; the heavy ones with smaller numbers."""
 
 from __future__ import annotations

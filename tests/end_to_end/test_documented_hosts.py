@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands of docs/parallelism.md that want several processes or hosts, run together, all of them on this host.
 
 Those that have Ray place ranks are not run here, nor is pip: tests/executor/test_ray.py starts what they start.

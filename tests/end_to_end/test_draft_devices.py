@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every way to guess on an asynchronous device: what is read on the host was downloaded, and tokens are as without."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads that guess by hidden states: what they guess is what their papers' formulas say, and changes nothing."""
 
 from __future__ import annotations

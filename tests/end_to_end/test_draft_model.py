@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that guesses: it shares blocks, prefixes, forks and preemption with the one it guesses for, and its noise."""
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def test_models_that_do_not_fit_are_refused(tiny_model: Callable[[str], Path], t
         ),
         "shorter": (drafting(shorter), "--max-model-len is 96, but the model was made for 64 positions"),
         "renamed": (drafting(renamed), "its tokenizer differs from that of .*: (token|id)"),
-        "nowhere": (drafting(tmp_path / "nowhere"), "model '.*nowhere': .* is no directory"),
+        "nowhere": (drafting(tmp_path / "nowhere"), "model '.*nowhere': there is no such directory"),
         "pooled": (drafting("quire-demo-embed"), "--max-model-len|pooling model"),
         "precision": (drafting(model, quantization="int3"), "--quantization"),
         "far": (drafting(model, num_speculative_tokens=65), "<= 64"),

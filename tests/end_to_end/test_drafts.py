@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verified drafts on real models: with right, wrong and half right guesses, everything is as without, bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedder in the box over HTTP, by stock clients: the bits that `LLM.embed` has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoders, by the whole engine core: what transformers gives, and the same bits in any company."""
 
 from __future__ import annotations

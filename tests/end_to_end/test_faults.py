@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults and signals, seen from outside a real server: who streams sees a pause or one error, and nothing is left."""
 
 from __future__ import annotations

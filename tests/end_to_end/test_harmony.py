@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Harmony on a random model whose tokens are its markers: whatever it samples, what is finished is as was asked."""
 
 from __future__ import annotations

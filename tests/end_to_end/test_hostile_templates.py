@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A chat template from a stranger's model, in a real server: whatever it does costs the requests that meet it."""
 
 from __future__ import annotations

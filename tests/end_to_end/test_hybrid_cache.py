@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models whose layers differ in what they read: less memory than full attention everywhere, and the same results."""
 
 from __future__ import annotations

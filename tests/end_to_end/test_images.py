@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images through every API of a real server, by stock clients: the same answer, also after the core has died."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines with --kv-store: the same tokens and logprobs as without it, across restarts, whatever the cache holds."""
 
 from __future__ import annotations

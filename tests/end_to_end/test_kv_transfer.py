@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prefill engine and a decode engine give the tokens and logprobs of one engine, whatever gets lost between them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of a whole server's log in both formats, which never holds text of its clients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The overlapped loop against the plain one on real models: all outputs equal bit for bit, whatever races.
 
 A pool of few blocks, chunked prompts, shared prefixes and late arrivals make the two loops plan differently; stops,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that are pooled, by the whole engine core: against transformers, and the same bits however prompts are cut."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server whose ranks die or stop: streams go on with the tokens that they would have had, and nothing is left."""
 
 from __future__ import annotations

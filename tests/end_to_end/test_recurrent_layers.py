@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model of attention and of layers that keep a state: another cache user, and nothing else in the engine knows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two hosts, each a tree of processes with a directory and a checkpoint of its own, have the replicas of one server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Features of sampling through a whole engine, offline and over HTTP."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schemathesis believes the document that a real server publishes, and holds the server to every word of it.
 
 Data that fit the schema must be accepted, data that do not must be refused, and every reply must be one that is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that sentence-transformers wrote, beside itself: the same vectors, classes and scores of the same texts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers that take several decode steps per plan: outputs are those of one step per plan, whatever comes and goes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speculation by every drafter on real models: tokens and logprobs are those of a run without it, bit for bit."""
 
 from __future__ import annotations

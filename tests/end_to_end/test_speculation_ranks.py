@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speculation on ranks that share each layer, or have some each: they guess alike whatever their clocks say, and say
 what one says.
 """

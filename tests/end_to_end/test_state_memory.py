@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test of the cache blocks that a request of layers with states holds, at any context length."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Over HTTP: the chunks of a stream join to the answer without stream, whatever is asked for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Constraints on the model in the box: what is finished is what was asked for, whoever is near."""
 
 from __future__ import annotations

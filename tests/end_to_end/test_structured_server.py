@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Constraints over HTTP: with OpenAI's own client, in every form, under attack, and across the death of a core."""
 
 from __future__ import annotations

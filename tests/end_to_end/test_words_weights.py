@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of words: of a text's tokens, with vectors of them, beside the text's (BGE-M3); of all words (SPLADE)."""
 
 from __future__ import annotations

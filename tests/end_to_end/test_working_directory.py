@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The working directory of a server is deleted while it runs, or before it starts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model in the box under the other grammar backend: what it finishes is what was asked for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny checkpoint directory without weights, for engines whose executor is `null`."""
 
 from __future__ import annotations

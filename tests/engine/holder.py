@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A kind of holder that exists in tests only: requests need what somebody provides some time after they came."""
 
 from __future__ import annotations

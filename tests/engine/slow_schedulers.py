@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedulers that a core is to be met at its work with; a core process imports this file and nothing of the tests'."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters are read beside the steps of everybody else, and called for by messages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the adapters that the worker loads and unloads, for any order of requests."""
 
 from __future__ import annotations

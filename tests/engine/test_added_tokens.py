@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Added and special tokens beside tokenizer.json: where transformers reads them, and with its results."""
 
 from __future__ import annotations

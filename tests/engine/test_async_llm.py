@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many concurrent generators: every stream ends once, disconnects free everything, a dead core is told to all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search itself, and what it sends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several front ends of one core: each is told what concerns it, whatever becomes of the core or of the others."""
 
 from __future__ import annotations

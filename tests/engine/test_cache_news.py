@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test of prefix cache deltas: a receiver that applies them holds exactly the blocks on the device."""
 
 from __future__ import annotations

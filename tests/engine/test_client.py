@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both transports: what a start leaves behind, what a failure costs, and how it is told."""
 
 from __future__ import annotations

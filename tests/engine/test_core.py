@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The core alone: every time that it states is of the clock that it is given."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of requests in the core: unique for ever, found by the caller's label."""
 
 from __future__ import annotations

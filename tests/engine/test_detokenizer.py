@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The incremental detokenizer against decoding everything at once, and the stop checker against str.find."""
 
 from __future__ import annotations

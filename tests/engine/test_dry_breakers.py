@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DRY sequence breakers as tokens, against a search of every token's text."""
 
 from __future__ import annotations

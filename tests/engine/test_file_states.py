@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint whose files change under a running engine is never taken for the one that it has loaded."""
 
 from __future__ import annotations

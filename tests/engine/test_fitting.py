@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts that are cut, against the tokenizers library's own truncation, which cannot be had for one call alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """New work is refused while memory is short and requests are in flight, and never for ever."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The front end without any I/O: messages are handed to cores in this process, lost, or never sent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of constraints in the engine: refusals, and slow grammars that delay no other request."""
 
 from __future__ import annotations

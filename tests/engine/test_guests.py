@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas that other hosts bring: the same answers, whichever host computes and whichever goes; strangers are told."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every prompt form, and every bad value that needs the model to be seen as bad."""
 
 from __future__ import annotations

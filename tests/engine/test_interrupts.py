@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C ends a call of `generate`, and nothing else."""
 
 from __future__ import annotations

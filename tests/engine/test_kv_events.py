@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events over real sockets: a subscriber rebuilds the cache, and replay mends what it missed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers that several processes share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters bring a tokenizer that knows more tokens than the model's, chat templates, neither, or what does not fit."""
 
 from __future__ import annotations

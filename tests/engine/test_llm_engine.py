@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The synchronous engine over the null executor: outputs, output kinds, stop strings, aborts, both transports."""
 
 from __future__ import annotations

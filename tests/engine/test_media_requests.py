@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests with media on their way to the core: checks in words, forks, beams, pooling, recording, and a dead core."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test of a core's messages: each front end gets its own outputs, and all get the prefix cache's changes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs reach their one consumer in order, whichever way, and what ends a stream comes last."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache of packed weights is used without being asked for, where it saves time and nothing speaks against it."""
 
 from __future__ import annotations

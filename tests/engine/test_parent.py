@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """However a parent ends, its core ends soon after, and nothing is left of either."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests for what is pooled of a prompt, through both engines and over the death of a core."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of a core's progress record, and of when its silence counts as a hang."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A full queue refuses with the numbers, and every way out of it makes room."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas that a real Ray brings: the same answers, whichever actor goes, and nothing is left of them.
 
 `make test-more` installs Ray, which is too large for `make install`.

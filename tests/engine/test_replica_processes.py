@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas in processes of their own: one engine, whichever computes and whichever dies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Division of a host's cores and memory among replicas, on made-up topologies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A core in a process of its own dies or hangs: requests go on in the next one, and nobody sees more than a pause."""
 
 from __future__ import annotations

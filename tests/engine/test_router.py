@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the choice of a core for each request, and of the load counters behind it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole engines whose replicas share experts say what one process says, bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine that sleeps gives memory back, stands still, and wakes as if nothing had been."""
 
 from __future__ import annotations

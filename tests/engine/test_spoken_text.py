@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine that is made to say a text, token by token: what its caller reads, for each kind of tokenizer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`prepare`: what it settles and refuses about kernels."""
 
 from __future__ import annotations

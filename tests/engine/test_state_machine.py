@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random events against the whole engine, plain and overlapped, under every policy; the oracle runs each request alone.
 
 The null executor checks every plan, and every slot that is read, at the latest moment at which a worker may begin.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both loops over a scheduler and a null executor: how deep the pipeline is, and what a step that fails says."""
 
 from __future__ import annotations

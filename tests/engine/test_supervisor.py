@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the decisions after a core's death, on a fake clock."""
 
 from __future__ import annotations

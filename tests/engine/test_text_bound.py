@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The least number of tokens of a text is never more than it has, and is only given where that is certain."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of a tokenizer's files: options, chat templates, and names that are no regular files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded runs: what is written, what is read after a crash, and that a replay makes the same plans."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small tokenizer of each kind that checkpoints bring, as a decoder sees them: none learned, none downloaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole engine over the null executor, watched step by step, and the same requests run alone as its oracle."""
 
 from __future__ import annotations

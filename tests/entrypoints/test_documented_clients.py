@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests that the clients documented in docs/server.md are those that `make clients` installs and tests."""
 
 from __future__ import annotations
@@ -7,8 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = sorted((ROOT / "tests/clients").glob("*/requirements.txt"))
-NO_CLIENTS = {"pytest", "pytest-asyncio", "mcp"}
+NO_CLIENTS = {"pytest", "pytest-asyncio", "mcp", "numpy"}
 MODULES = {
+    "llama-index-embeddings-openai-like": "llama_index.embeddings.openai_like",
     "llama-index-llms-openai": "llama_index.llms.openai",
     "llama-index-llms-openai-like": "llama_index.llms.openai_like",
     "openai-agents": "agents",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LLM.chat` reads the answers as the server does."""
 
 from __future__ import annotations

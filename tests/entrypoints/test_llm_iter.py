@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LLM.generate_iter` and `LLM.chat_iter`: the outputs of `generate` and `chat`, as they finish."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LLM` with models that pool: which numbers come back, in which form, and how pairs are scored."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Under torchrun every rank is a program with an engine of its own, and all say what one rank says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank takes its share of a checkpoint, and at no time much more: no rank ever has a whole copy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks in processes of their own do what a worker in the core's process does, and none outlives its executor."""
 
 from __future__ import annotations

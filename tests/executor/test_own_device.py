@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each rank of a host sees one device, and where there are too few that is said."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the transport between ranks of one host, by the kind of their devices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that are pooled, computed by several ranks: the numbers of one process, bit for bit."""
 
 from __future__ import annotations

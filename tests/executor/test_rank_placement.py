@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each rank of a host has cores of its own, of one NUMA node where that is possible, from its first instruction on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of an executor's view of its ranks, with fake ranks that compute nothing and follow a script."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that a real Ray places say what one process says, and leave nothing behind however they end.
 
 `make test-more` installs Ray, which is too large for `make install`.

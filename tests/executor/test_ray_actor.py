@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank ends its actor when that is stopped; here the actor is any process that has started another."""
 
 from __future__ import annotations

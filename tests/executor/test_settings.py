@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks have the bits of one process under settings of all kinds at once: of their product, what a seed draws."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole engines of several stages say what one process says, bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames come whole and in order, however they are cut on their way, and who sends them never waits."""
 
 from __future__ import annotations

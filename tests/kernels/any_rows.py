@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of every weight format, shown not to depend on the rows, in a process with one instruction set.
 
 `python -m tests.kernels.any_rows` writes the sums to its output: what `products_by` reads.

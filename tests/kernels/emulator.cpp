@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stands in for instructions that the processor lacks: AVX-VNNI's vpdpbusd, and AMX with 8-bit integers and bfloat16.
 //
 // Preloaded into a process, it answers for the instruction sets named in QUIRE_EMULATE, and executes in plain C++ what the

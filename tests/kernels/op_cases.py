@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments for every op, by op name, and the comparison of an implementation with its oracle on them."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tests.kernels.recorded_variants`: does any number that varies from step to step make a kernel anew?
 
 Every kernel of Triton's is launched with batches of many sizes, on tensors without memory, and asked which variant it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of requests that keep states, for the tests of ops that read and replace them."""
 
 from __future__ import annotations

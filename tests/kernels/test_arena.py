@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of an arena share nothing while they are there, and large outputs of kernels lie in one that is lent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ attention and KV cache kernels: near the oracle for every option, and the same bits in any company."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention backends by name: each against the oracle, and which of them may be used where."""
 
 from dataclasses import replace

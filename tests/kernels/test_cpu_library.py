@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ library in a process: no OpenMP, honest errors, the same bits in any company."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts in C++: every weight format, any number of tokens, with the same bits in any company."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers below the normal ones count, on every thread and whatever mode the thread that calls is in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed formats made straight from the numbers of a checkpoint: exactly those, in both layouts."""
 
 from __future__ import annotations

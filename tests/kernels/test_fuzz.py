@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ kernels on shapes nobody chose, and on arguments nobody should pass; `make sanitize` watches them at it.
 
 Every tensor has memory of exactly its size, at an address that is aligned to its elements and to nothing more.

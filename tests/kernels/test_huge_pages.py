@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory on large pages: asked for where it matters, and the same memory."""
 
 import re

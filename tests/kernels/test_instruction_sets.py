@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instruction sets: the same bits on all that this processor has, and on those that an emulator stands in for."""
 
 from __future__ import annotations

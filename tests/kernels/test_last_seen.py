@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of rows that see positions after their own, such as those of an image: definition, kernels and bits."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latent attention: what keys and values that are made would give, and the same bits in any company."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed linears: every weight format at every number of rows, with the same bits in any company."""
 
 from __future__ import annotations

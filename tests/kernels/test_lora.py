@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lora_linear` in C++: the bits of a row are its own, whoever its neighbours are and whatever their adapters."""
 
 from __future__ import annotations

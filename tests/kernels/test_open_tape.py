@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tapes that are open to any size: each size has the bits of what runs as it is, or there is no such tape."""
 
 from __future__ import annotations

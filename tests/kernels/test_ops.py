@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every implementation in the table of ops against its oracle; a new row is tested without a new test."""
 
 import inspect

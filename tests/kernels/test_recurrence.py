@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recurrences over tokens: against formulas of others, and by their bits however a sequence is cut."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Properties of the oracle itself, against torch's attention, transformers' layers, and the definitions."""
 
 from typing import Any

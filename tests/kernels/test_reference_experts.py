@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracles of routing and of experts, against their definitions said row by row."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of where states are read and written, against the documentation of `RecurrentStateSpec`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of integers that a checkpoint rounds activations to: exact, and the same for a row in any batch."""
 
 from __future__ import annotations

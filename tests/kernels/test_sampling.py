@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native sampling tail: the oracle's tokens, the same bits in any company, and refusals instead of bad memory."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers with a state: the same bits wherever a step begins and whoever shares it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tapes: what is played has the bits of what was recorded, on new inputs, and nothing unsafe is recorded."""
 
 from __future__ import annotations

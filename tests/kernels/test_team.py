@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The team of threads: each index once, whoever takes it; nobody waits for who has not come."""
 
 from __future__ import annotations

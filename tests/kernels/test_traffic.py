@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the bytes that a call must read, counted from its arguments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels against the oracle of each op, in Triton's interpreter: small shapes, all branches.
 
 float32 and float16 only: the interpreter's `tl.dot` on bfloat16 is wrong. Linears and sampling have files of their own.

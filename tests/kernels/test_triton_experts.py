@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU's routing and experts in Triton's interpreter: against the oracle, and themselves in other company.
 
 float32 and float16 only: the interpreter's `tl.dot` on bfloat16 is wrong.

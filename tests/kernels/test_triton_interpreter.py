@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The product that the GPU kernels' equality tests stand on, in Triton's interpreter."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU's `lora_linear` in Triton's interpreter: against the oracle, and a row against itself in other company."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of activations in E4M3, in Triton's interpreter: against the oracle, and one pass against two."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sampling tail of GPUs in Triton's interpreter: the oracle's choices, the same bits in any split, fair draws."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU's layers with a state in Triton's interpreter: against the oracle, and themselves in other batches."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No number that varies from step to step makes a kernel be compiled anew; in a process of its own, where none is
 interpreted."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """int4 with scales and minimums in two levels: what it holds, what it costs, and parts of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the GPU kernels on a CPU, in Triton's interpreter.
 
 Invariant: a row's bits depend neither on the processor nor on the number of rows. The interpreter multiplies with

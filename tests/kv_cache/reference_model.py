@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reference model of the KV cache: dictionaries of blocks whose content is written out, token by token.
 
 A block holds `Content`: the group it serves, the salt and all tokens up to its last written slot. So whatever is read

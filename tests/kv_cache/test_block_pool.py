@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 from collections import deque
 
 import pytest
@@ -18,10 +19,13 @@ def name(number: int) -> bytes:
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
-@given(st.lists(st.tuples(st.sampled_from(["append", "prepend", "remove", "pop"]), st.integers(0, 5))))
-def test_free_queue_behaves_like_a_deque(operations):
-    queue, model = FreeBlockQueue(), deque()
+@given(
+    st.lists(st.tuples(st.sampled_from(["append", "prepend", "remove", "pop"]), st.integers(0, 5))),
+    st.integers(0, 6),
+)
+def test_free_queue_behaves_like_a_deque(operations, num_first):
     blocks = [KVCacheBlock(i) for i in range(6)]
+    queue, model = FreeBlockQueue(blocks[:num_first]), deque(range(num_first))
     for operation, i in operations:
         if operation == "pop" and model:
             assert queue.pop_first().block_id == model.popleft()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 from quire.kv_cache.block_pool import DevicePool, PlannedMoves
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A subscriber to KV events knows the prefix cache exactly, whatever happens to it."""
 
 from __future__ import annotations

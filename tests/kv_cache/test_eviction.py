@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the eviction order: least recently used blocks first, and of a sequence the last ones first."""
 
 from __future__ import annotations

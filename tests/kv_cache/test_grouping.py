@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the layers that share a block table, and of the unused part of their blocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 import pytest
 
 from quire.kv_cache.block_pool import BlockMoves, HostTier, KVCacheBlock

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each kind of manager against brute force: what must be retained, and hits recomputed from scratch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the cache's size, and of the errors when it is too small."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random plans against the whole KV cache, prefixes, host tier and forks, beside a model that knows every token.
 
 What is read, found, swapped and evicted is compared with `tests.kv_cache.reference_model`, and every invariant of

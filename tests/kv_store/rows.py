@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows whose content follows from a number, in parts of unequal size."""
 
 from __future__ import annotations

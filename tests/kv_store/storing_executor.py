@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Null executor with a store of rows whose delays and faults a test draws."""
 
 from __future__ import annotations

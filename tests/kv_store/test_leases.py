@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leased rows: kept as long as a lease holds them, bounded, and gone within a second of its end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row store in memory against a plain list in order of use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a row server: right, or not read; and a server that goes on, whatever its clients send."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A core with a store that is slow, short, broken or read-only gives the tokens of a core without one."""
 
 from __future__ import annotations

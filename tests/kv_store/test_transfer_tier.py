@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prefill core and a decode core give the tokens of one, however slow, short or broken the way between them is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the cache specs that attention layers declare, and of the caches that they are bound to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of every type, against the `gguf` package: the same numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches of any shape: whatever layers keep, a block of the pool is one row of each tensor, and moves as a whole."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of latent attention: its cache entry, its refusals, and its weights read back from a file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers, norms, embeddings and activations, each against the plain formula."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A method of one's own: what it takes to read a checkpoint that is quantised already."""
 
 from __future__ import annotations

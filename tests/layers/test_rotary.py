@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of rotary angles against transformers' formulas."""
 
 from __future__ import annotations

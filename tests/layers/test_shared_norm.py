@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A norm whose row is shared by ranks is that of the whole row, with bits that no number of ranks changes."""
 
 from __future__ import annotations

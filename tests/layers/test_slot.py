@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of tensors: where they go, that they cover, and how they are cut and converted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The place of a layer's states in the cache."""
 
 from __future__ import annotations

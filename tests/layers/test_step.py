@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of a step's metadata for layers of each kind, and of models that take rows instead of ids."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters in the layout of PEFT, full of random numbers, and what transformers computes once they are merged."""
 
 from __future__ import annotations

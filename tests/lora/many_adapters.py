@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A thousand adapters in turn, in a process of its own: what it holds after 200 of them and at the end, as JSON.
 
 python -m tests.lora.many_adapters MODEL NUM_KEPT ADAPTER ...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Additions of the tiny models' adapters besides weights: tokens and tokenizer settings."""
 
 from __future__ import annotations

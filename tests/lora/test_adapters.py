@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters on models: what they add is what merging them adds, and no row learns of another's."""
 
 from __future__ import annotations

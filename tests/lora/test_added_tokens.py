@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters with tokens behind the model's: rows for them in embedding and head, and logits that only they have."""
 
 from __future__ import annotations

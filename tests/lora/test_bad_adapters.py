@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of malformed adapters: the error names file, tensor and limit, and nothing of the adapter is used."""
 
 from __future__ import annotations

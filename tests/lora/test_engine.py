@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters in the engine: whoever else is in the batch, a request gets what it gets alone."""
 
 from __future__ import annotations

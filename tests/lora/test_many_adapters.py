@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A thousand adapters in turn leave nothing behind."""
 
 from __future__ import annotations

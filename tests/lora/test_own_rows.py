@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that adapters have in place of a table's: what comes out is what a model with these rows says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of an adapter are read and written by its tokenizer and chat template; those beside them by the model's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that PEFT itself has made and saved give the logits of PEFT's merged weights.
 
 `make test-more` installs PEFT, which no change is tested with.

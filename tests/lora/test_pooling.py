@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of models that pool: of transformers' models without a head, and with heads of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters over checkpoints that are quantised already: they are added to what the files' numbers stand for."""
 
 from __future__ import annotations

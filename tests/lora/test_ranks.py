@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters on ranks that share each layer say what they say on one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters in integers of 8 bits: what they stand for is near what was rounded, and is what is multiplied."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of metrics, and the page that shows it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The statistics line: right rates over all cores, and silence when idle."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics: names, values, cores, and that totals of the scheduler are counted once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spans of requests: what they say, whose trace they join, and that no collector can hurt."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router in this process, in front of tiny servers that are told what to do."""
 
 from __future__ import annotations

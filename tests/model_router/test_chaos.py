@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real models behind a real router: three models, memory for two, clients that leave, servers that are killed."""
 
 from __future__ import annotations

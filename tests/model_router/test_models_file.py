@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--models`: what a file and a directory mean, and how mistakes are told."""
 
 from __future__ import annotations

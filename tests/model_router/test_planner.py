@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decisions of the router: single rules, and random histories against a plain model of memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router's HTTP: routing, streams, evictions, deaths, keys and foreign APIs, with fake models' servers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a model over a paged KV cache without the engine: shuffled blocks, sequences mixed and cut into chunks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A directory never exceeds its limit, and what goes is what was used longest ago."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of built-in architectures: in order, each with a tiny checkpoint that the tests of all families have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of model names and the directories that they resolve to."""
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def test_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("model", ["/no/such", "./no/such", "a/b/c", ""])
 def test_neither_directory_nor_id(model: str) -> None:
-    with pytest.raises(ModelLoadError, match="is no directory, no Hugging Face id"):
+    with pytest.raises(ModelLoadError, match="there is no such directory; a model is a directory"):
         resolve_model_dir(model, None, None)
 
 
@@ -187,8 +188,8 @@ def test_a_gguf_file_by_its_repository(wanted: str, found: str, cache: Path) -> 
         (REPOSITORY, "owner/name", r"has 6 GGUF models: name one as .*, tiny-Q4_0.gguf,"),
         (("README.md",), "owner/name:Q4_0", "has no GGUF models 'Q4_0': it has no GGUF files at all"),
         (("a-Q4_0-00001-of-00002.gguf",), "owner/name:Q4_0", "a-Q4_0-00002-of-00002.gguf.* is missing"),
-        ((), "owner/other:Q4_0", "'owner/other' is not on this machine, and Hugging Face cannot be reached"),
-        ((), "/no/such:Q4_0", "is no directory, no Hugging Face id"),
+        ((), "owner/other:Q4_0", "'owner/other:Q4_0' is not on this machine, and HF_HUB_OFFLINE forbids"),
+        ((), "/no/such:Q4_0", "there is no such directory"),
     ],
 )
 def test_no_or_several_gguf_files(names: Sequence[str], model: str, words: str, cache: Path) -> None:

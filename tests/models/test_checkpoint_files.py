@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of a checkpoint that are no regular files, or hold something else than they must: named at start."""
 
 from __future__ import annotations

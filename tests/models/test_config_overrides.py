@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One description of the rotary embedding, wherever config.json and overrides have it."""
 
 from __future__ import annotations

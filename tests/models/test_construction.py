@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Constructors of models from elsewhere."""
 
 from __future__ import annotations

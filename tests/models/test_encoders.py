@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoders: hidden states and scores of classes are those of transformers, and the same bits in any company."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that share out whole experts have the bits of one rank, of one replica or of several."""
 
 from __future__ import annotations

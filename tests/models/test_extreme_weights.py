@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of any magnitude, and some that are no numbers, rounded while they are loaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole tiny models on the GPU's kernels, in Triton's interpreter: right, and the same bits in every batch if asked."""
 
 from collections.abc import Callable

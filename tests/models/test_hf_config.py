@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """config.json in, `ModelArch` or one clear error out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models that whole engines are asked of have every kind of part, and none of them is there for nothing."""
 
 from __future__ import annotations

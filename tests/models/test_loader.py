@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading takes hardly more memory than the loaded model, from a checkpoint and from packed weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--matmul-precision` on a CPU: which bfloat16 layers round their activations, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys, tensors and files in other places that transformers knows: read there, refused, or named in the log."""
 
 from __future__ import annotations

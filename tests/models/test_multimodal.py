@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The language model of a checkpoint with more parts: its logits are the whole model's, and the rest is left out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gpt-oss as it is published, with experts in MXFP4: its weights are those that transformers makes of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache of packed weights gives back what was written, or nothing; whatever goes wrong, the model still loads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every family's logits against transformers' float32 run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of a pooling model's configuration by files, options and defaults, without its weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Config files as they are published, options that change nothing included, give the known number of parameters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of architectures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reader of safetensors files, against the official library and against damaged files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every layer of every family, cut by hand: the ranks' shares of one checkpoint make together what the whole makes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading through pinned buffers, on a stream that is as late as it may be."""
 
 from __future__ import annotations

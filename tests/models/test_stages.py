@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stages compute one after the other what one process computes, bit for bit, and have their own layers only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that are threads compute together what one computes alone, and say all the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The output head of a checkpoint, which its tensors decide against config.json."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of transformers on our attention, cache and matrices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models whose layers have sizes of their own, or are skipped in part, as config.json says it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of a last layer that may skip unread rows; read rows have the same bits."""
 
 from __future__ import annotations

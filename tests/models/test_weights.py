@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From files to parameters: every tensor once, and a clear error where that cannot be."""
 
 from __future__ import annotations

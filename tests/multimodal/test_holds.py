@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds for encodings: who waits for what and how long, what is kept and evicted, and what a failure costs."""
 
 from __future__ import annotations

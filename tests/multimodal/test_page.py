@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of families in the docs is generated."""
 
 from __future__ import annotations

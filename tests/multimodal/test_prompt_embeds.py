@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that are embeddings: forms, checks in words, hashes over values and mask, and files that go with requests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Towers against transformers' encoders and projections, of random tiny checkpoints in float32."""
 
 from pathlib import Path

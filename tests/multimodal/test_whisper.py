@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whisper's encoder and decoder against transformers, in any chunks and company, and with a shared encoder's output."""
 
 from __future__ import annotations

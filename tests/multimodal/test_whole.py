@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole way of an image, from `LLM.generate` over processor, tower and rows to the tokens of transformers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that see in a whole engine: a batch of prompts with images and without, by chunks of 64 tokens."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire quantize` from end to end: what it writes is read as what was rounded, and mistakes leave nothing behind."""
 
 from __future__ import annotations

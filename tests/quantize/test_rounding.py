@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPTQ against the update it is derived from, and what calibration gains."""
 
 from __future__ import annotations

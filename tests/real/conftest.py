@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real weights, tokenizers and templates: where they lie, and transformers' view of them."""
 
 from __future__ import annotations

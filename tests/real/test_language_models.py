@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Language models with real weights: logprobs and greedy tokens equal to transformers' in float32."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real weights of Whisper tiny.en, beside transformers, offline and through OpenAI's client."""
 
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published tokenizers and chat templates, beside transformers."""
 
 from __future__ import annotations

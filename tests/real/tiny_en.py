@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of Whisper tiny.en, shipped in CTranslate2's format, to a checkpoint in transformers' layout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One server for all tests of this folder that may share it, and a look at it after each of them."""
 
 from __future__ import annotations

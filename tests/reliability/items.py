@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The promises of docs/reliability.md: what happens to whom, and where else it went wrong.
 
 A test says which of them it holds: `@pytest.mark.item(8)`. `python -m tests.reliability.table` writes the page.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real `quire serve` that can be asked for everything, and what must be true of it after whatever happened."""
 
 from __future__ import annotations

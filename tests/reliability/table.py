@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the table of docs/reliability.md: `python -m tests.reliability.table`."""
 
 from __future__ import annotations

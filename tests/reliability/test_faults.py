@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of faults around and inside a running server: processes that die, hang or meet a limit of the machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames between the processes: whatever bytes come, they are a message or an error, and what decodes kills nobody."""
 
 from __future__ import annotations

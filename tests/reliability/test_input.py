@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of request contents against a real server: a refusal names the field, and nothing else happens.
 
 Every test ends with the look at the server that `service` takes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The look that every test ends with sees what is wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -O` takes every assert out: no refusal may hang on one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts that cannot succeed: one sentence, an exit code, and nothing left; and output that cannot be written."""
 
 from __future__ import annotations

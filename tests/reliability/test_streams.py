@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load, cancellation and the end of streams, against a real server.
 
 Every test ends with the look at the server that `service` takes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every promise has its test, and the page says so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A scheduler and a null executor, driven as the engine core drives them, with every promise checked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running requests have no more different adapters than may be in a step, and nobody starves."""
 
 from hypothesis import given, settings

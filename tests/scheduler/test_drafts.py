@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drafts: planned behind the last token, verified, kept or taken back, one case at a time.
 
 That no mixture of them changes an output is the business of the state machines here and in tests/engine.

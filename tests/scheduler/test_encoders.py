@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoders: texts are computed whole, many in a step, and hold no blocks; the null executor refuses any other plan."""
 
 import pytest

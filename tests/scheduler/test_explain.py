@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each cause of waiting is told, and the shares add up to the wait exactly, as a second account measures it."""
 
 from hypothesis import given, settings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that share a prompt: computed once, held in the same blocks, each with its own last block."""
 
 import msgspec

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that are not ready: in nobody's way, released to the place that their arrival gives them, and explained."""
 
 import pytest

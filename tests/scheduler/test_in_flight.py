@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planning ahead of results: placeholders, late stops, preemption and ids, one race at a time.
 
 That any mixture of them changes no output is the business of tests/engine/test_state_machine.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that go on from where kept ones ended, as the beams of a search do."""
 
 import functools

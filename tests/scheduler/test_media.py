@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of prompts with media: where a chunk may end, and that an item as large as a step is computed in the end."""
 
 from __future__ import annotations

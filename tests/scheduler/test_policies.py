@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Order of service, preemption by rank, and the shares of tenants; what holds for ever is in `test_waiting`."""
 
 import itertools

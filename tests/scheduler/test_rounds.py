@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds: when a plan lets requests generate several tokens, how many, and what these leave behind.
 
 That no mixture of them changes an output is the business of the state machine in tests/engine.
@@ -196,6 +197,44 @@ def test_where_rounds_are_not_taken_they_are_seldom_planned():
     assert [engine.step().max_decode_steps for _ in range(6)] == [1, 1, 1, 1, 4, 4]
     engine.drain()
     assert as_alone(engine, "a")
+
+
+def pace(engine: Engine, name: str = "a") -> str:
+    explanation = engine.scheduler.explain(name, engine.now)
+    assert explanation is not None
+    assert explanation.pace in str(explanation)
+    return explanation.pace
+
+
+def test_a_running_request_is_told_its_pace_and_the_bound():
+    engine = with_all_rounds(TimedEngine(make_config(num_scheduler_steps=8, max_multi_step_s=0.02)))
+    engine.add("a", PROMPT, max_tokens=30)
+    assert pace(engine) == "", "it has not started"
+    engine.take(0.001)
+    assert (
+        pace(engine) == "up to 1 token of each request per plan: a prompt is computed, or drafts are verified"
+    )
+    engine.take(0.006)
+    assert pace(engine) == "up to 8 tokens of each request per plan: the most of --num-scheduler-steps"
+    engine.take(0.006)
+    assert pace(engine).endswith(
+        "3 tokens of each request per plan: a step takes 6.0 ms, and all of them may take 20 (--max-multi-step-s)"
+    )
+    engine.add("b", PROMPT, max_tokens=30)
+    engine.take(0.006)
+    assert "1 token of each" in pace(engine)
+    engine.drain()
+    assert pace(engine) == "", "it has ended"
+
+
+def test_pace_says_that_a_request_cannot_have_rounds():
+    engine = engine_of(4)
+    engine.executor._num_decode_steps = lambda plan: 1  # as of a request with logprobs
+    engine.add("a", PROMPT, max_tokens=40)
+    for _ in range(3):
+        engine.step()
+    assert pace(engine).endswith("multi-step decode cannot do, such as logprobs, penalties or a grammar")
+    engine.drain()
 
 
 def test_request_that_ends_in_a_first_round_makes_no_plan_single():

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random events against a whole scheduler, prefix cache and block pool; the oracle runs each request alone.
 
 The null executor checks every plan and every slot that is read; the harness checks budget, rows, progress and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host tier as a whole engine sees it; the null executor checks every block that moves."""
 
 import pytest

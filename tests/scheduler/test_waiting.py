@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No livelock, no starvation: every request ends within the bound that its policy's docstring states.
 
 A step is a second here. The first request in the order of service advances by at least a token in every step, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small machine whose step costs are known."""
 
 from __future__ import annotations

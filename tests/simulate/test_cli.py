@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire simulate run`: sweeps, files that it writes, and mistakes."""
 
 from __future__ import annotations

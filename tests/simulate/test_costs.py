@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step costs: the work of plans against a plain count, and fits against costs that are known."""
 
 from __future__ import annotations

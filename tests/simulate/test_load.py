@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads: distributions, files with every kind of mistake."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulated runs: nothing is lost, times are those of a plain clock, and results repeat."""
 
 from __future__ import annotations

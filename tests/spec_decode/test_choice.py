@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the number of drafts to verify: the one with the most tokens per second, and none if none pays."""
 
 from __future__ import annotations

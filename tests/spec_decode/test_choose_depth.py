@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the number of tokens asked of a slow drafter: the one with the most tokens per second."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drafters against brute force over the texts that they have seen."""
 
 from __future__ import annotations

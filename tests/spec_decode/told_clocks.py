@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clocks that stand still until somebody says otherwise."""
 
 from __future__ import annotations

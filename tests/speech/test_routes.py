@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The routes with a whole engine: OpenAI's client, forms, errors, files left behind."""
 
 from __future__ import annotations

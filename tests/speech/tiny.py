@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random Whisper checkpoint with windows of 0.6 s and a vocabulary of bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random JSON schemas whose values are short."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny grammar engine, slow and plain: regular expressions over bytes by their derivatives.
 
 Source: J. Brzozowski, "Derivatives of Regular Expressions" (1964). A token is allowed after a text if some match begins

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever is asked for, it compiles within the limits, or is refused with a reason; nobody else is harmed."""
 
 from __future__ import annotations

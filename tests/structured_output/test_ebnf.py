@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Constraints in the EBNF of xgrammar, against Python's words for the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of library failures, which become errors of quire for one grammar."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks against a slow engine of our own, over every token of vocabularies of all kinds."""
 
 from __future__ import annotations

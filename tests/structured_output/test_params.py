@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StructuredOutputsParams`: exactly one constraint, checked, frozen, and the same on both ends of a wire."""
 
 from __future__ import annotations

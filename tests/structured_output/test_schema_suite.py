@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The JSON Schema Test Suite (draft 2020-12): a schema is refused with a reason, or kept to exactly.
 
 `suite/` has its cases as they are published. An instance that is valid may be written in several ways, of which a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schemas, expressions and tags as clients send them, to what a backend compiles."""
 
 from __future__ import annotations

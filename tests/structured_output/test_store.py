@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled grammars are kept within a number of bytes, and compiled beside whoever asks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns are bounded, and fair by what tenants were charged."""
 
 from __future__ import annotations

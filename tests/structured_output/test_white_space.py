@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """White space within JSON: pretty and compact forms are allowed, and no run of it is long."""
 
 from __future__ import annotations

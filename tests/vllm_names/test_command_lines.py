@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's command lines: each is accepted with a known meaning, or refused with a sentence that says what to do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's import paths: each gives quire's object, or an error that says what to import."""
 
 from __future__ import annotations

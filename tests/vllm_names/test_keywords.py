@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's keywords of the engine, of sampling parameters and of `EngineArgs`, and its environment variables."""
 
 from __future__ import annotations

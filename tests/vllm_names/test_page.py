@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/coming_from_vllm.md is what the tables say."""
 
 from __future__ import annotations

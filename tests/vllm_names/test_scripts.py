@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts as vLLM's users write them, with `quire` for `vllm`, against the model in the box.
 
 Each theme runs, or ends in a sentence that says what to do.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """These tensors are tiny: one thread is fastest, and on a busy machine many times so."""
 
 from __future__ import annotations

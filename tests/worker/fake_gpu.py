@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An asynchronous device made of the host.
 
 It runs everything at once, but shows results as late as a GPU may: what is downloaded holds poison until a later mark

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Harness of the worker's tests: requests, a batch, an exact toy model, and a driver in place of the scheduler."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m tests.worker.recorded_launches MODELS ADAPTER`: which kernels does a GPU compile after start?
 
 Engines serve requests of all kinds on a device made of the host, and every kernel of Triton's is asked which variant it

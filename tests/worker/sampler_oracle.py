@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sampler, one row at a time and as plainly as it can be said."""
 
 from __future__ import annotations

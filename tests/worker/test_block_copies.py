@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block moves on real tensors: what moves, in which order, and which ids are refused."""
 
 from __future__ import annotations

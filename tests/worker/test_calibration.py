@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that are timed before the first request: which, how many, and that nothing else is left of them."""
 
 from __future__ import annotations

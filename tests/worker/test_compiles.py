@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No kernel of a GPU is compiled once its engine has started; in a process of its own, where none is interpreted."""
 
 from __future__ import annotations

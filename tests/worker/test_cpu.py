@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU's facts, read from a made-up /proc and /sys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows on a device and the inputs made there, against the host's gather."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices of other packages, whose names torch does not know."""
 
 from __future__ import annotations

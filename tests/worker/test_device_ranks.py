@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on asynchronous devices: what crosses them is part of graphs, and they say what one process does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runner on an asynchronous device gives what it gives on the host, however many steps are in flight."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drafts in the runner, put there by hand; tests/end_to_end/test_drafts.py has them proposed."""
 
 from __future__ import annotations

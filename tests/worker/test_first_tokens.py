@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that share a vocabulary find its likeliest token as one that has all logits does, and show little."""
 
 from __future__ import annotations

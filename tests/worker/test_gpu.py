@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of a GPU device without one: its memory accounting, and the errors of its absence."""
 
 from __future__ import annotations

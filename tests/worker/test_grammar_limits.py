@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Large constraints are refused before anything is generated, or generated to the end."""
 
 from __future__ import annotations

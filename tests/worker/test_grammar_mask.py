@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The feature that keeps texts to grammars: a text's masks depend on its own tokens, and its failures are its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the shapes of steps that are captured, and of the shape that a step runs in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs by key: when a pass is run before one, where results stand, and in which order they are made."""
 
 from __future__ import annotations

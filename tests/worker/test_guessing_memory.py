@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test of the memory kept for drafting, which is counted before the KV cache is sized."""
 
 from __future__ import annotations

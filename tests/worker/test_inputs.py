@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The persistent batch and the gather, against a dictionary of lists and a loop over tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StateRing` against a dictionary: steps of any rows and lengths, of which the last tokens may turn out wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers are timed one of each kind, alone; what they cost says where stages are cut. Nothing asks how long it was."""
 
 from __future__ import annotations

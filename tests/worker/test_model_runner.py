@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runner with an exact toy model: the same result however the work is cut and whoever else is there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The largest steps: as large as the limits say, and plans like any other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Further rounds change no token, end where something else is to be done, and leave to the next step the rest."""
 
 from __future__ import annotations

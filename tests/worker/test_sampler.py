@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sampler against the plain one, and what must hold of every row whatever its neighbours."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker that sleeps gives its memory back, and wakes with the same weights, on the host and on a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of a step's memory bound, which is known before the cache is made and never exceeded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode steps from tapes: the tokens of the plain forward pass, whatever steps come between."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker and its executor with a real, tiny Llama."""
 
 from __future__ import annotations

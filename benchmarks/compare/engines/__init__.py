@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engines that are compared, in the order in which they take turns. A new one is a file here and a row below."""
 
 from __future__ import annotations

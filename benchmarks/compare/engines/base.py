@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interface of an engine for the runner."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual environments of engines."""
 
 from __future__ import annotations

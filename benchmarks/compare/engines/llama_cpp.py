@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """llama.cpp, as llama-cpp-python's source distribution carries it: built here, measured with its own tools."""
 
 from __future__ import annotations

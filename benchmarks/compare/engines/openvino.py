@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenVINO GenAI, with the converter of optimum-intel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that are Python packages: an environment, and a worker that runs in it."""
 
 from __future__ import annotations

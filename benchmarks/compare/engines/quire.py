@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """quire itself, and the probes of the machine: both from the environment that this program runs in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's build for CPUs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request decoded between probes of the memory, in one process: `... beside_probe bf16 DIRECTORY`."""
 
 from __future__ import annotations

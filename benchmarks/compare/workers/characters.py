@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tokenizer in which each token is one character, for programs that read texts and not ids."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a checkpoint of a shape in `benchmarks/models` as a GGUF file in its own precision, bfloat16, for llama.cpp.
 
     python -m benchmarks.compare.workers.gguf_file CHECKPOINT TARGET [characters]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs of llama.cpp itself for a GGUF file: greedy tokens with their logits, and the tokens of texts.
 
     python -m benchmarks.compare.workers.llama_cpp_answers TASK ANSWER

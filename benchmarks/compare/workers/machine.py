@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine itself: multiply-adds and read bandwidth, with the probes of `quire bench kernels`."""
 
 from __future__ import annotations

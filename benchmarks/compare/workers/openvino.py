@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenVINO GenAI: its continuous batching pipeline on the CPU, with its default hints and cache type."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a checkpoint's shape with linear layers in 4 bits and groups of 128, as GPTQ or AWQ files have them.
 
 For speed alone, so integers are random; what is no linear layer stays what it is.

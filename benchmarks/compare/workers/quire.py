@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """quire, through its own `LLM` class."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """quire's logprobs of the text's tokens and its likeliest tokens.
 
     python -m benchmarks.compare.workers.quire_reading MODEL PRECISION LOGITS TARGET

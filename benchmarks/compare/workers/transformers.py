@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face transformers: `generate` with all prompts, which are equally long, in one batch."""
 
 from __future__ import annotations

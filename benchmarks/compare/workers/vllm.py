@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU backend, eager (compiling takes minutes at each start), its engine core in this process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common parts of all engines' workers: command line, prompts, clock and the lines that they print.
 
 Invariant: an engine is only asked to continue prompts by a number of tokens, so that all are timed in the same way.

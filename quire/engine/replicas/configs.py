@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations of an engine's replicas.
 
 Invariant: resolved once, before the first replica starts, so that a replacement has the same configuration.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lockstep of replicas that share experts (vLLM's DP waves).
 
 A step of one replica needs the experts of all, so each takes part in every step: with its own requests, or with none

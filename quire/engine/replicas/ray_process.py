@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process that has Ray place replicas on its hosts: `python -m quire.engine.replicas.ray_process FD`."""
 
 from __future__ import annotations

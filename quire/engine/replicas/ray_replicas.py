@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas placed by Ray: an actor on each host starts a core and connects it to the server.
 
 Invariant: like any remote replica, one may leave and rejoin at any time. If its actor ends, it is requested again with

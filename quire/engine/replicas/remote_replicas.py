@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas on other hosts: the port at which they join the server, and the clients of their cores.
 
 Invariant: a host may join, leave and rejoin at any time; until then its replica has no core. The set of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Headless host: it starts and restarts replicas for the server of another host.
 
 Invariant: a core works for one server at a time. When the server is gone the core ends, with all its requests, and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wire between a server and a replica on another host: frames over a TCP connection.
 
 Invariant: msgspec structs, never pickle. Core messages cross unchanged except for their times, which are converted

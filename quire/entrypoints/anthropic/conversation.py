@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Anthropic's requests -> fields of a chat request.
 
 Invariant: every text of the request is kept, in order. A block other than text or an image is rejected by its path.

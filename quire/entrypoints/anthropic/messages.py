@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /v1/messages and /v1/messages/count_tokens, and the model list in Anthropic's form.
 
 Invariant: a stream's events build the same message as the request without stream. The headers `anthropic-version` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Anthropic's requests and replies; only fields that a text model supports.
 
 Invariant: `type` comes first in every event and block, with Anthropic's names.

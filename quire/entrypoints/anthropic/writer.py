@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Anthropic's messages, whole and as events.
 
 Invariant: blocks are numbered from 0 without gaps. One is open at a time, and its deltas concatenate to the block of

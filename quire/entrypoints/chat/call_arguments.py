@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tool-call ids and arguments in earlier messages.
 
 Arguments are JSON text for OpenAI's clients and an object for templates. Invariant: a call and its result have the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jinja sandbox in which chat templates run.
 
 Invariant: a template is data from a model repository and runs in Jinja's immutable sandbox: no underscore attributes,

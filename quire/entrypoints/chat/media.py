@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`MediaGate`: images of conversations and prompts, for the server and for `LLM`.
 
 Invariant: nothing of images is imported, and no process or directory is made, unless the model takes images. A model

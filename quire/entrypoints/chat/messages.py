@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages for templates: validation, legacy functions, protection of special tokens, and alternative arrangements.
 
 Invariant: `checked_messages` returns known fields only, with string content and parsed arguments. Truncated or foreign

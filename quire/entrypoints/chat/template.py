@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ChatTemplate`: conversation -> token ids of its prompt.
 
 Invariant: only the operator chooses the template. A conversation is data: it cannot set the template's variables, and

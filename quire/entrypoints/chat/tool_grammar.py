@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Constraints on answers with tool calls and reasoning, from the same format rows that parse answers.
 
 Invariant: every allowed text is parsed as calls of these functions with valid arguments. A constraint depends on the

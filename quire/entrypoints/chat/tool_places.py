@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places where chat templates read the tools of a request: a variable, or a field of the system message.
 
 Invariant: the messages of the client stay as they are; a template that reads the field gets a copy with it.

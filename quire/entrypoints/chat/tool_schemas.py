@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validation of a request's tools, shared by the server and `LLM.chat`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire bench throughput | latency | speculation | startup | serve | kernels`."""
 
 from __future__ import annotations

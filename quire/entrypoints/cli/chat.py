@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire chat` and `quire complete`: clients of a running server that print streamed answers."""
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def each_line(prompt: str, answer: Callable[[str], None]) -> None:
             try:
                 answer(line)
             except QuireError as error:
-                click.echo(f"Error: {error}", err=True)
+                click.echo(f"error: {error}", err=True)
 
 
 class PrintedText:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP/1.1 client for OpenAI-compatible servers, and a printer of streamed answers.
 
 Used by `chat`, `complete` and `bench serve`; one connection per request. A response may be chunked, have a length, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire collect-env`: environment report for an issue.
 
 Invariant: it contains no secret and no user name: variables that hold keys are masked, and the home directory is `~`.

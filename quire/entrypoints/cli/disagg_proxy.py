@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire disagg-proxy`: one address for prefill engines and decode engines."""
 
 from __future__ import annotations

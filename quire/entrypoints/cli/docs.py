@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generator of docs/configuration.md: `python -m quire.entrypoints.cli.docs [FILE]`.
 
 Invariant: the page is made from the config classes and the table of environment variables only; a test compares.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire doctor`: machine, versions, chosen kernels, and problems.
 
 Invariant: every section can be reported on a broken installation; a fault is a `Problem` with a hint. Facts about the
@@ -45,7 +46,7 @@ INSTRUCTION_SETS = (
     "sve",
 )  # Instruction sets relevant to matrix arithmetic on x86 and Arm, as the kernel spells them.
 
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
 OLDEST_TORCH = (2, 11)
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn", "pyzmq", "msgspec")
 REINSTALL = "install a C++ compiler (Debian: apt-get install g++) and then quire again"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire kv-store`: the KV cache rows that engines have left on a disk."""
 
 from __future__ import annotations

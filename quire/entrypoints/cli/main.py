@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `quire` command.
 
 Invariant: a command's module is imported when the command is named, and imports torch, the server or the engine only
@@ -15,8 +16,8 @@ from typing import Any
 import click
 
 from quire.entrypoints.cli.options import without_far_suggestions
-from quire.errors import ClientError, ConfigError, QuireError
-from quire.logging_setup import configure_logging, say_error
+from quire.errors import QuireError
+from quire.logging_setup import EXIT_FAILED, EXIT_USAGE, configure_logging, say_error, say_failure
 from quire.version import __version__
 from quire.vllm_names.row import nearest
 
@@ -37,8 +38,6 @@ COMMANDS = {
     "collect-env": "quire.entrypoints.cli.collect_env",
 }  # Command -> module that holds it under the same name, with _ for -.
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
@@ -81,8 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result: Any = cli.main(args=argv, prog_name="quire", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        (without_far_suggestions(error) if isinstance(error, click.NoSuchOption) else error).show()
-        return error.exit_code
+        return _say_usage(error)
     except click.Abort:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -92,8 +90,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         if os.environ.get("QUIRE_DEBUG") == "1":
             raise
-        say_error(f"Error: {error}")
-        return EXIT_USAGE if isinstance(error, ConfigError | ClientError) else EXIT_FAILED
+        return say_failure(error)
+
+
+def _say_usage(error: click.ClickException) -> int:
+    """Print click's message in the form of all others, and the command whose help has the options."""
+    if isinstance(error, click.NoSuchOption):
+        error = without_far_suggestions(error)
+    message = error.format_message()
+    if message[1:2].islower():
+        message = message[0].lower() + message[1:]
+    context = getattr(error, "ctx", None)
+    help_command = f" (see `{context.command_path} --help`)" if context is not None else ""
+    say_error(f"error: {message}{help_command}")
+    return EXIT_USAGE
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command-line options generated from the config classes, `--config FILE`, constraint options, and value types.
 
 Invariant: name, type, choices, help and default of a flag come from the field's one declaration. A flag that is not
@@ -32,6 +33,8 @@ from quire.vllm_names.command_line import FLAGS, OwnFlag, translated_arguments
 from quire.vllm_names.environment import adopt_environment
 from quire.vllm_names.option_values import translated_values
 from quire.vllm_names.row import Takes, nearest, suggestion, translated
+
+_CONFIG_FILE = "quire.config_file"  # Key of the context's `meta`.
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -78,6 +81,7 @@ def _read_defaults(ctx: click.Context, param: click.Parameter, path: str | None)
             if isinstance(option, click.Option) and option.name and option is not param
         }
         ctx.default_map = read_config_file(path, options)
+        ctx.meta[_CONFIG_FILE] = path
 
 
 def _load_mapping(path: str) -> dict[Any, Any]:
@@ -184,6 +188,18 @@ class JsonObject(click.ParamType[dict[str, Any]]):
         return parsed
 
 
+class Names(click.Choice[str]):
+    """Choice of names of a config field, with advice for another."""
+
+    def __init__(self, info: OptionInfo) -> None:
+        super().__init__(info.names())
+        self._info = info
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        message = super().get_invalid_choice_message(value, ctx)
+        return message.removesuffix(".") + self._info.advice(value)
+
+
 class Rate(click.ParamType[float]):
     """Requests per second, greater than 0; `inf` is as fast as possible."""
 
@@ -260,6 +276,8 @@ class EngineCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             raise without_far_suggestions(error, own) from None
+        except click.BadParameter as error:
+            raise _with_source(error, ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         """Configure logging by the command's flags, and run it."""
@@ -283,6 +301,15 @@ class EngineCommand(click.Command):
         for section, records in sections.items():
             with formatter.section(section):
                 formatter.write_dl(records)
+
+
+def _with_source(error: click.BadParameter, ctx: click.Context) -> click.UsageError:
+    """Return the error with the config file in front, if the value is of it."""
+    name = error.param.name if error.param is not None else None
+    is_of_file = name is not None and ctx.get_parameter_source(name) is click.core.ParameterSource.DEFAULT_MAP
+    if not is_of_file or _CONFIG_FILE not in ctx.meta:
+        return error
+    return click.UsageError(f"{ctx.meta[_CONFIG_FILE]}: {error.format_message()}", ctx)
 
 
 def _own_flag(option: click.Option) -> OwnFlag:
@@ -337,7 +364,7 @@ def default_note(field: dataclasses.Field[Any]) -> str:
 
 def _click_type(info: OptionInfo, kind: type) -> click.ParamType[Any] | None:
     if info.choices and not info.places:
-        return click.Choice(info.names())
+        return Names(info)
     return HumanInt(words=info.words) if info.words else _CLICK_TYPES.get(kind)
 
 

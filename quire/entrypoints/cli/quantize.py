@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire quantize`: write a checkpoint with weights of a few bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire run`: answer a prompt, or chat, in this process; also the local Python tools of `quire chat`.
 
 `tool_of` makes a tool's schema from a function's signature and docstring. Invariant: every error of the model or the
@@ -35,6 +36,7 @@ from quire.entrypoints.cli.options import (
 )
 from quire.entrypoints.cli.run_chat import AnswerPrinting, Asked, Chat, user_message
 from quire.errors import ConfigError, ValidationError
+from quire.torch_import import hastened_import
 
 SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 SECTION = re.compile(
@@ -297,10 +299,11 @@ def run(
         params["max_tokens"] = CHAT_TOKENS if is_chat else PROMPT_TOKENS
     config = engine_config(params)
 
-    from quire.engine.llm_engine import LLMEngine
-    from quire.entrypoints.chat.media import OfflineMedia
+    with hastened_import():
+        from quire.engine.llm_engine import LLMEngine
+        from quire.entrypoints.chat.media import OfflineMedia
 
-    engine = LLMEngine(config)
+        engine = LLMEngine(config)
     media = OfflineMedia(engine.config)
     try:
         given = {name: params[name] for name in SAMPLING if params.get(name) is not None}
@@ -334,8 +337,8 @@ def model_and_prompt(words: Sequence[str], model: str | None) -> tuple[str | Non
 
 def names_model(word: str) -> bool:
     """Return whether an argument names a model rather than being a prompt."""
-    path = Path(word)
-    is_file = path.suffix == ".gguf" or (path / "config.json").is_file()
+    # `os.path.isfile`, because a prompt may be longer than any file's name.
+    is_file = word.endswith(".gguf") or os.path.isfile(os.path.join(word, "config.json"))
     return word in BUNDLED_MODELS or is_file or HUB_ID.fullmatch(word) is not None
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire run-batch`: answer a file of requests or the rows of a table in this process, without a server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers of an engine in this process, printed as they are generated; and the chat of `quire run`.
 
 Invariant: Ctrl-C ends an answer, never the chat; what was generated stays in the conversation. An answer that fails

@@ -1,9 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire serve`: the OpenAI-compatible server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,7 +14,7 @@ from quire.config import EngineConfig, ModelRouterConfig, ServerConfig
 from quire.config.fields import flag_of
 from quire.entrypoints.cli.options import EngineCommand, engine_config, router_config, server_config
 from quire.errors import ConfigError, EngineDeadError, StartupError
-from quire.logging_setup import say_error
+from quire.logging_setup import say_failure
 
 
 @click.command(cls=EngineCommand, more_configs=(ServerConfig, ModelRouterConfig))
@@ -31,6 +33,7 @@ def serve(ctx: click.Context, /, model_argument: str | None, **params: Any) -> i
     if server.headless:
         return _run_headless(engine)
     _check_formats(server)
+    _check_adapters(engine, server)
 
     from quire.entrypoints.openai.api_server import run_server
 
@@ -54,6 +57,22 @@ def _check_formats(config: ServerConfig) -> None:
         read_template(template)
 
 
+def _check_adapters(engine: EngineConfig, server: ServerConfig) -> None:
+    """Check the names and files of --lora-modules; the core checks their weights.
+
+    Raises:
+        ConfigError: adapters are not enabled, an entry is malformed, or a directory is none of an adapter.
+    """
+    if not server.lora_modules:
+        return
+    from quire.lora.server.changes import named_adapters
+
+    for name, adapter in named_adapters(server.lora_modules, engine, ()).items():
+        path = Path(adapter.lora_path) / "adapter_config.json"
+        if not path.is_file():
+            raise ConfigError(f"--lora-modules: adapter {name!r}: there is no file {path}")
+
+
 def _run_headless(config: EngineConfig) -> int:
     """Run this host's replicas, or ranks, for the server on another host, without HTTP."""
     from quire.engine.replicas.replica_host import run_remote_replicas
@@ -68,8 +87,7 @@ def _run_headless(config: EngineConfig) -> int:
             else run_headless(prepared)
         )
     except (StartupError, EngineDeadError) as error:
-        say_error(f"error: {error}")
-        return 1
+        return say_failure(error)
 
 
 def _run_router(ctx: click.Context, model: str | None, params: dict[str, Any]) -> int:

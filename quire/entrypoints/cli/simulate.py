@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire simulate`: throughput and latencies of an engine under a load that nobody sends."""
 
 from __future__ import annotations

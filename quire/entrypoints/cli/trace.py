@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire trace`: summary and replay of a recorded run."""
 
 from __future__ import annotations

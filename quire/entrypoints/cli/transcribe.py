@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire transcribe`: write the transcripts of sound files, in this process."""
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import click
 
 from quire.entrypoints.cli.options import EngineCommand, engine_config
 from quire.errors import ValidationError
+from quire.torch_import import hastened_import
 
 if TYPE_CHECKING:
     from quire.speech.transcript import Transcription
@@ -46,12 +48,13 @@ def transcribe(
     config = engine_config(params)
     form = form or "text"
 
-    from quire.engine.llm_engine import LLMEngine
-    from quire.speech.offline import EngineSpeech, options_of
+    with hastened_import():
+        from quire.engine.llm_engine import LLMEngine
+        from quire.speech.offline import EngineSpeech, options_of
 
-    task = "translate" if translate else "transcribe"
-    options = options_of(language, task, prompt, temperature, timestamps=form != "text")
-    engine = LLMEngine(config)
+        task = "translate" if translate else "transcribe"
+        options = options_of(language, task, prompt, temperature, timestamps=form != "text")
+        engine = LLMEngine(config)
     try:
         speech = EngineSpeech(engine)
         try:

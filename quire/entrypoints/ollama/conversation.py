@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ollama's requests -> fields of a chat request.
 
 Invariant: every text of the request is kept, in order. Images of a message come before its text, as in Ollama.

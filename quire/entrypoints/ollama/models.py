@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ollama's model routes (GET /api/tags, /api/ps, /api/version, POST /api/show) and embeddings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ollama's `options` as fields of a chat request.
 
 Invariant: options follow the rules of all fields. Supported ones get chat's name, unsupported ones that would change

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ollama's requests and replies; UNSET fields are omitted.
 
 Invariant: a line of a stream and a whole reply are one struct; only the one with `done` has the counts.

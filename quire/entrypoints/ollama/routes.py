@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /api/chat and /api/generate
 
 Invariant: a stream's lines build the same reply as the request without stream. A request without messages or prompt

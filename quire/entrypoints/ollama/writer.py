@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ollama's replies, whole and as lines of JSON.
 
 Invariant: texts and calls of a stream's lines concatenate to those of the whole reply, and the last line has the

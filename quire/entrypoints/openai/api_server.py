@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Server start-up; also `python -m quire.entrypoints.openai.api_server --model M ...`.
 
 Invariant: the order is bind, start the engine core's process, import the web framework. So a port in use fails before
@@ -20,7 +21,7 @@ from quire.entrypoints.openai.service_manager import ServiceManager
 from quire.entrypoints.openai.start_signals import StartSignals
 from quire.entrypoints.openai.tls import checked_tls
 from quire.errors import ConfigError, StartupError
-from quire.logging_setup import say_error
+from quire.logging_setup import say_failure
 from quire.processes import freeze_garbage
 from quire.unix_sockets import listen_unix
 
@@ -42,8 +43,7 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         ):
             return runner.run(_serve(engine_config, server_config, listener, signals, service_manager))
     except StartupError as error:
-        say_error(f"error: {error}")
-        return 1
+        return say_failure(error)
     return 0  # a signal came before there was anything to drain
 
 
@@ -51,7 +51,7 @@ def listen(config: ServerConfig) -> socket.socket:
     """Return a listening socket at --uds, else at --host and --port.
 
     Raises:
-        ConfigError: the address cannot be used.
+        StartupError: the address cannot be used.
     """
     if config.uds is None:
         return bind(config.host, config.port)
@@ -59,22 +59,23 @@ def listen(config: ServerConfig) -> socket.socket:
         return listen_unix(config.uds, BACKLOG)
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError(f"cannot listen on --uds {config.uds}: {reason}; choose another path") from None
+        raise StartupError(f"cannot listen on --uds {config.uds}: {reason}; choose another path") from None
 
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket; `::` also accepts IPv4 where the system supports it.
 
     Raises:
-        ConfigError: the address is in use or does not belong to this machine.
+        StartupError: the address is in use or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     is_both = host == "::" and socket.has_dualstack_ipv6()
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_both)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
+        # Python appends the address, which the message has anyhow.
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while attempting")[0]
+        raise StartupError(
             f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
         ) from None
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The web application: routes, middleware and error handlers around one engine.
 
 Invariant: importing this module loads neither torch nor transformers; building the app starts nothing.

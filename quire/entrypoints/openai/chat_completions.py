@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /v1/chat/completions
 
 Invariant: the deltas of a stream concatenate to the message of the same request without stream. Both go through

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat prompt construction: request fields -> chat template -> token ids.
 
 Invariant: options that the model's template does not read have no effect, and are noted as ignored. The legacy fields

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /v1/completions
 
 Invariant: text, tokens and logprobs of a stream's chunks concatenate to those of the same request without stream.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP connections on uvicorn's h11 protocol, with a time limit on every wait for the client.
 
 Invariant: a slow, silent or disconnected client holds a connection for a bounded time. Connections beyond the
@@ -40,7 +41,7 @@ from quire.errors import (
     UnavailableError,
     ValidationError,
 )
-from quire.logging_setup import hide_queries
+from quire.logging_setup import hide_probes, hide_queries
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import RequestResponseCycle
@@ -428,6 +429,7 @@ def http_config(
 ) -> uvicorn.Config:
     """Return uvicorn's settings. Uses h11 because it bounds the size of headers and rejects ambiguous ones."""
     hide_queries()
+    hide_probes(path for entry in config.disable_access_log_for_endpoints for path in entry.split(","))
     return uvicorn.Config(
         app,
         http=protocol_class(

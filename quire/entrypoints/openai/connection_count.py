@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connection counts for --max-connections, a server-wide limit.
 
 Invariant: a connection counts from when it was handed to a process until that process has reported its end.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP form of all errors, and JSON responses from msgspec structs.
 
 Invariant: an error has the shape of the API at the requested path: OpenAI's `{"error": {"message", "type", "param",
@@ -7,6 +8,7 @@ only.
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,11 +42,12 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 HTTP_ERRORS = {
-    404: ("NotFoundError", "There is nothing at this path."),
+    404: ("NotFoundError", ""),
     405: ("MethodNotAllowedError", "This path does not take this method."),
 }
 # Header that identifies Anthropic's clients on paths shared with other APIs.
 ANTHROPIC_VERSION = "anthropic-version"
+MAX_PATH_CHARS = 80  # Of an unknown path, in the message about it.
 REQUEST_ID, ANTHROPIC_REQUEST_ID = "x-request-id", "request-id"
 
 
@@ -196,8 +199,20 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
             sorted(methods | ({"HEAD"} if "GET" in methods else set()))
         )  # see `middleware.auth.Head`
     kind, sentence = HTTP_ERRORS.get(error.status_code, ("BadRequestError", "The request cannot be handled."))
+    if error.status_code == 404:
+        sentence = _nothing_at(request)
     body = error_body(sentence, kind, error.status_code)
     return ErrorResponse(body, error.status_code, headers)
+
+
+def _nothing_at(request: Request) -> str:
+    """Return the sentence for an unknown path, with the path that the client may mean."""
+    path = _path_of(request.scope)
+    paths: list[str] = request.app.state.document.paths
+    ending = [known for known in paths if path != "/" and known.endswith(path)]
+    near = ending[:1] or difflib.get_close_matches(path[:MAX_PATH_CHARS], paths, n=1, cutoff=0.8)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"There is nothing at {path:.{MAX_PATH_CHARS}}; {hint}GET / lists all paths."
 
 
 def request_id_of(scope: Any) -> str:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merging of Prometheus metrics of several API processes.
 
 Invariant: each series appears once. Counters, histograms and HTTP gauges (`quire:http_...`) are summed. Other gauges

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routes of the server by feature, and selection of those that the model supports.
 
 A feature adds its routes by one `ServerFeature` and one row in `quire.features.SERVER_FEATURES`; the app imports no

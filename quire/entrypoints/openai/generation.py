@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generation for one HTTP request, shared by all endpoint families: outputs, logprobs, usage and timings.
 
 Invariant: closing `Outputs` closes every engine generator in it, which aborts running requests. A failed output is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probes, version, and the front page (GET /: JSON for programs, HTML for browsers).
 
 Invariant: a probe never calls the engine core, so it answers while the core loads or computes. The page loads nothing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In-flight HTTP requests.
 
 Invariant: a generation ends when its client disconnects, when the server cancels it, or by itself. In each case its

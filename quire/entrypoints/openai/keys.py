@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """API keys, their tenants, and request ids given by clients.
 
 Invariant: no key is kept, only its SHA-256. A given key is compared with all keys in constant time. A client's
@@ -197,9 +198,11 @@ def _read(path: str) -> dict[str, Tenant]:
         tenants = msgspec.convert(content, dict[str, Tenant])
     except OSError as error:
         raise ConfigError(f"--api-key-file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError):
-        # The reason is omitted, because it may quote a key.
-        raise ConfigError(f"--api-key-file {path} is not YAML") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        # The reason itself is omitted, because it may quote a key.
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigError(f"--api-key-file {path} is not YAML{place}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"--api-key-file {path}: {error}") from None
     for name, tenant in tenants.items():

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Server lifecycle from the bound port to the exit code, the ready message, and Host header checks.
 
 Invariant: the first SIGTERM, SIGINT or SIGHUP drains: running requests may finish, new ones are rejected, exit code 0.
@@ -32,7 +33,7 @@ from quire.entrypoints.openai.start_signals import drain_signals
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.openai.tls import CertificateRenewal
 from quire.errors import EngineDeadError, QuireError
-from quire.logging_setup import say, say_error
+from quire.logging_setup import say, say_failure
 from quire.metrics.logging import LoggingStatLogger
 from quire.metrics.stats import IterationStats
 
@@ -228,8 +229,9 @@ class Lifecycle:
     def _stop_accepting(self) -> None:
         """Stop accepting connections; a no-op here, because the HTTP server closes its own sockets."""
 
-    def _report_failed_start(self, error: QuireError) -> None:
-        say_error(f"error: {error}")
+    def _report_failed_start(self, error: QuireError) -> int:
+        """Print the reason; returns the exit code."""
+        return say_failure(error)
 
     async def _check_adapters(self) -> None:
         """Check the configured adapters.
@@ -301,8 +303,7 @@ class Lifecycle:
             await engine.wait_ready()
             await self._check_adapters()
         except QuireError as error:
-            self._report_failed_start(error)
-            return 1
+            return self._report_failed_start(error)
         self._report_ready()
         while not engine.errored:  # noqa: ASYNC110  (the engine offers no event, and a poll costs nothing)
             await asyncio.sleep(POLL_S)

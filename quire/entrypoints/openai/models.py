@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GET /v1/models and /v1/models/{id}, in OpenAI's form, or in Anthropic's for its clients."""
 
 from __future__ import annotations

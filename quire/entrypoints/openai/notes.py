@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notes of a reply on its request: ignored fields and adjusted values.
 
 Invariant: names come from clients and the lists are bounded, so notes are safe in a header. Names beyond the bound are

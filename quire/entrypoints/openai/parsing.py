@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Request parsing: HTTP body -> JSON -> field policy -> checked model. Every route with a body uses it.
 
 Invariant: the JSON is an object of finite numbers and valid Unicode, without repeated keys, within `MAX_DEPTH` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `prompt` field of completion requests -> prompts with token ids.
 
 Invariant: the number of prompts is checked before any is processed, and text is tokenized off the event loop.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routes for requests in flight and for administration of the engine.
 
 Invariant: a request is found under any id shown to its client: the answer's, or the header `x-request-id`. With keys in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of requests to `SamplingParams`.
 
 Invariant: a value comes from the request, else from the model's generation config, else from `SamplingParams`. Errors

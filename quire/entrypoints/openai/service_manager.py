@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notifications for a service manager (systemd `Type=notify`): ready, stopping, and a watchdog.
 
 The protocol is sd_notify(3): one datagram with lines NAME=VALUE to the socket that $NOTIFY_SOCKET names; a name that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signals during start-up, before there are requests to drain.
 
 Invariant: the first signal ends the start with exit code 0, even if its exception is lost or replaced on the way.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ServerState`, shared by the routes, and `BoundedThreads`, which runs untrusted code (chat templates) off the event
 loop.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Responses of all generating endpoint families, whole or streamed.
 
 Invariant: a stream that has begun ends with its format's `end` (OpenAI's: `data: [DONE]`), after the frames of a

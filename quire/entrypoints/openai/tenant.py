@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Per-request settings from API key and headers (tenant, priority, cache salt, timeout, replica, trace), and the admin
 key.
 

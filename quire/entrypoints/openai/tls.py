@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS of the HTTP server: checks of the files before the model loads, and renewal of the certificate.
 
 Invariant: a renewed pair of certificate and key is used only if it fits together; until then the old one is kept.

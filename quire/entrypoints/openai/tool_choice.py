@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tools of a chat request: which functions the model is shown, and the grammar that enforces tool calls.
 
 Invariant: a tool is a function that the client runs, or a `custom` tool with text input, which the model sees as a

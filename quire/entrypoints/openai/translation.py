@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other APIs on top of chat completions.
 
 Invariant: another API's request becomes a chat request under all of chat's rules, and its answer is made from chat's

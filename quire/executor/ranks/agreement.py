@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Agreement of ranks on version, configuration, checkpoint and arithmetic before they start."""
 
 from __future__ import annotations

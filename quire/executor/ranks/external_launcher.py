@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executor of a program that a launcher such as torchrun starts once per rank.
 
 Invariant: every rank has a scheduler of its own, and all plan the same, because plans depend only on common state:

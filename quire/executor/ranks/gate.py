@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Listener for ranks started by other hosts or by Ray.
 
 Invariant: for each rank its launcher opens a connection, sends a hello, and, once accepted, passes the socket to the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connections to all ranks of an engine, and their messages.
 
 Invariant: there is one connection per rank, which ends when that is closed. Messages are msgspec frames, never pickle.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executor with a process per rank, on this host and on joining hosts; and the headless host's side.
 
 Invariant of a headless host: this process only starts and watches its ranks, which connect to the engine themselves.

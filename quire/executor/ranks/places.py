@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank groups: a process's tensor parallel, pipeline and expert groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank process: `python -m quire.executor.ranks.rank_process DIRECTORY RANK ADDRESS FD`.
 
 Invariant: one thread receives the executor's messages on the socket FD and executes them in order; the executor never

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank processes of one host, and the interface for starting an engine's ranks.
 
 Invariant: each rank has a socket for its messages and a pipe from its parent, and ends when either is closed; so no

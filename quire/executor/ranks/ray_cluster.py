@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray driver process: shared code for an engine's ranks and a server's replicas.
 
 Ray brings threads, signal handlers and servers, none of which belong into a core or a server. It finds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executor whose ranks are placed by Ray; like `mp` except for the starter."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray driver process for an engine's ranks: `python -m quire.executor.ranks.ray_ranks FD`.
 
 `RankActor` launches one rank process and dies with it. `watch_actor` is the rank's watchdog: a stopped actor can

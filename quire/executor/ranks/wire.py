@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames of bytes between an executor and one rank, over a stream socket.
 
 Invariant: a frame is a four-byte length and its bytes, as `multiprocessing.connection` writes it, which may be used at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Availability of the C++ CPU kernels; torch-free, and nothing is loaded before the first query."""
 
 from __future__ import annotations

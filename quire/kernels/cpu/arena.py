@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixed-size arena for tensors with reuse of freed space, and memory on huge pages.
 
 On pages of 2 MiB, scattered reads cause far fewer TLB misses. Invariant: huge pages change placement and speed only;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrappers with all checks: rotary embedding, KV cache writes, and paged, bidirectional and latent attention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of the C++ kernels, recording of calls, and checks and layouts that several wrappers share.
 
 Invariant: no address reaches C++ before the tensor behind it was checked and found aligned to its elements, and the

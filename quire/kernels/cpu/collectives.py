@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives through shared memory, as functions on tensors, with all checks."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norms, activations, embedding lookup and token accumulation, as functions on tensors, with all checks."""
 
 from __future__ import annotations

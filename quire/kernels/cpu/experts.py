@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing and expert kernels as Python functions on tensors, with every check."""
 
 from typing import NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives across hosts: shared memory within a host, gloo between hosts."""
 
 from __future__ import annotations

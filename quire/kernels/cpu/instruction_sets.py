@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection of the C++ kernels' instruction set; torch-free, so any process may use it."""
 
 from __future__ import annotations

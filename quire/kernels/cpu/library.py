@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Discovery and loading of the C++ kernel library, float mode and number of threads.
 
 Invariant: torch and the kernels use equally many threads, separate ones; idle ones sleep. On load the count is

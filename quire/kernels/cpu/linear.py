@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed-linear kernels, and rounding of activations as checkpoints specify, as Python functions with every check.
 
 Invariant: as in `checks`; the metadata of a `PackedWeight` is checked against its memory before C++ uses it.

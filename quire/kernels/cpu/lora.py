@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA as a function on tensors, with all checks."""
 
 from typing import NamedTuple

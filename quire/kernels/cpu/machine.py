@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of this machine, measured with the kernels' instructions and number of threads."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded kernel graph on a CPU: kernel calls recorded once and replayed without Python between them.
 
 Between two kernels of a small step Python takes as long as the kernels do: it checks shapes, allocates memory and packs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling as functions on tensors, with all checks."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convolution and recurrences of recurrent layers, as functions on tensors, with all checks."""
 
 from __future__ import annotations

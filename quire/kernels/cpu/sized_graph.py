@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded kernel graph for steps of any size: recorded for a few sizes, replayed for all up to the largest.
 
 A kernel's arguments depend on the step's numbers of requests and tokens, mostly linearly. So a step's arguments are

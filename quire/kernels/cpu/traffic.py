@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory traffic of recorded calls: weights, keys and values that they read, and states that they also write.
 
 Invariant: activations are not counted, since they are in the caches; weights count without padding.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weight formats, one object each: quantization, layout and dequantization.
 
 A kind of `WeightScheme` is a row of `FORMATS`; the kernels of a device have a table of the kinds that they support. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base of weight formats: quantization, layout and dequantization.
 
 Invariant: only `quantized` rounds, and both layouts hold its numbers, or a checkpoint's: a weight has the same numbers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """4-bit codes that index 16 numbers: 4-bit floats, and tables that suit weights."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """E4M3 (P. Micikevicius et al., "FP8 formats for deep learning", 2022)."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common base of formats with a scale per output and group of k."""
 
 from collections.abc import Sequence

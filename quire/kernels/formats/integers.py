@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Integer formats of 8 and 4 bits."""
 
 import torch

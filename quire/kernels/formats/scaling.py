@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scales and shifts of groups of k: their representation, and their layout in panels.
 
 A stream of them is float32, bfloat16 or float16 (a number for each group), uint8 (integer zero points), or int8. int8

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search for scales of few-bit integers by the squared error of the dequantized weights.
 
 Invariant: `csrc/cpu/linear_pack.cpp` makes the same choice, to the last bit: errors are summed in one order.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """4-bit integers with scales and minimums that are integers themselves, times a step that 256 values share.
 
 The layout is llama.cpp's Q4_K, with factors of 8 bits instead of 6. A group's scale and minimum are the line through

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """4-bit codes in the layout of GPUs: 32-bit words, eight codes of an output in each.
 
 A step of 256 k of an output is 32 adjacent words, one cache line; 16 bytes of them are 32 codes. The k of a step are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Availability of the Triton GPU kernels; nothing is loaded before the first query."""
 
 from __future__ import annotations

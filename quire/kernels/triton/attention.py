@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paged attention: launches and tile shapes for a batch.
 
 T. Dao, "FlashAttention-2" (2023): online softmax over tiles of keys. W. Kwon et al., "Efficient memory management for

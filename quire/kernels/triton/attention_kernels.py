@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of paged attention: tiles of keys for tiles of queries, and the joining of parts.
 
 Invariant: a program owns BLOCK_M rows, which are BLOCK_Q tokens of one request times the query heads of one key-value

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step inputs computed on the device from the batch's rows there.
 
 Invariant: a step needs one upload of int32 numbers (`staged`), whose layout `StagedStep` describes. The host has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bidirectional attention among a step's rows: concatenated sequences of different lengths.
 
 T. Dao, "FlashAttention-2" (2023), without a causal mask and without a cache: keys and values are rows as queries are.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding of 4-bit and 8-bit codes to floats, formats with their own matmul, and dequantization of whole weights.
 
 4-bit codes in words (`formats.words`) are multiplied in registers. A program reads a step of its outputs' words, 16

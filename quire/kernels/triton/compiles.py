@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notification of kernel compilations, which should happen before the first step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of whole cache blocks: within the cache, and to and from host memory."""
 
 from __future__ import annotations

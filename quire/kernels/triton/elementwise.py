@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norms, activations (plain, gated, and gated to E4M3) and table lookup.
 
 B. Zhang and R. Sennrich, "Root mean square layer normalization" (2019); J. Ba et al., "Layer normalization" (2016).

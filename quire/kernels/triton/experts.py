@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts: choices are sorted by expert, and each tile of rows is multiplied by its expert's weights; and routing.
 
 Four launches serve any step: choices are sorted; gate and up multiply gathered rows, and are activated; down writes its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latent attention in its absorbed form: per-head matmuls, the write of latents, and attention over them.
 
 DeepSeek-V2 (2024, arXiv:2405.04434). All heads read the same vectors, so the rows of a tile are tokens times heads, and

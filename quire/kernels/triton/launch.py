@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Common parts of launches: tile sizes, numbers of programs, and rows of strided tensors.
 
 Invariant: a tile's size depends on properties of the model only, so that the reduction of an element never depends on

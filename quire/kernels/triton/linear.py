@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers on packed weights in rows: codes are decoded in registers while they are multiplied.
 
 int8 with a scale per output, and int4 with a scale (and a zero point) per output and group of k, scale the sums; all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-softmax, ranks and top tokens; checks and masks of logits; and penalties.
 
 A row is split into pieces of fixed size, which follow from V alone, so its sums have the same bits in every batch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters (E. Hu et al., 2021, arXiv:2106.09685): each row's own adapter added to a linear layer's output.
 
 A program has a tile of adjacent rows and one slot, and exits if no row has that slot: so rows that share an adapter

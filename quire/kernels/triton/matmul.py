@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense GEMM whose result for a row does not depend on the number of rows.
 
 The vendor's library chooses its kernel, and so the order of additions, by the whole shape; here the tile follows from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matmul tile with one of several contiguous weights, in any format of `quire.kernels.formats`, in rows.
 
 Used where each row, or each head, has its own weight: experts and per-head linear layers.

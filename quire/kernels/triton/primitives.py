@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Top-k and top-p cut-off, split-k accumulation, and pairwise decoding of integer codes.
 
 Cut-off: the key of the last token that top-k and top-p keep, a prefix of the order of tokens. A row is read three

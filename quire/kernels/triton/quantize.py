@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization of activation rows to E4M3, each with a scale, alone or fused, and FP8 linear layers (W8A8).
 
 P. Micikevicius et al., "FP8 formats for deep learning" (2022). Activations have a scale per token, weights one per

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gated delta rule, real-gated linear recurrent units and RWKV-7: a program iterates over a request's tokens.
 
 S. Yang et al., "Gated Delta Networks" (2024, arXiv:2412.06464); S. De et al., "Griffin" (2024, arXiv:2402.19427);

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Head norms, rotary embedding and KV cache writes, alone and fused.
 
 J. Su et al., "RoFormer: Enhanced transformer with rotary position embedding" (2021).

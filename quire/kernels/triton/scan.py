@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal convolution and the recurrences of Mamba and Mamba 2: a program iterates over a request's tokens.
 
 A. Gu and T. Dao, "Mamba" (2023, arXiv:2312.00752); T. Dao and A. Gu, "Transformers are SSMs" (2024, arXiv:2405.21060).

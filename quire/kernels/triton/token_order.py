@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Order of tokens inside kernels: see `quire.kernels.reference_sampling`."""
 
 from __future__ import annotations

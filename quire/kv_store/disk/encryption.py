@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AES-256-GCM over rows, and names that cannot be probed.
 
 A sealed row is nonce (12 bytes), ciphertext, tag (16 bytes). Nonces are random, so one key is good for 2^32 rows. The

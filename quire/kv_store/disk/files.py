@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Private directories, whole transfers and locks, for files that hold conversations.
 
 Invariant: directories have mode 0700 and files 0600 whatever the umask, and no symbolic link below the user's directory

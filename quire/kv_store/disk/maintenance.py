@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Maintenance of a directory of KV cache rows beside the engines that use it: list, check, shrink.
 
 A namespace whose writer is running is only read. While a namespace without one is checked, this process holds its lock.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The user's directory of namespaces: who uses which, what they take up, and which have to go.
 
     DIR/<digest of the namespace>/namespace.json, lock, 00000001.rows, ...

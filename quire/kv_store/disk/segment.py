@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of fixed-size slots, each for one row.
 
     header        4 KiB: magic, version, number of slots, bytes of a payload, digest of the namespace, checksum

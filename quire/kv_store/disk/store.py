@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Store of KV cache rows in a directory on a local disk.
 
 Invariants: the index has exactly the slots whose records in memory are in use, and every other slot of this process's

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints: their tensors, and codecs that decode these."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codec of one of two matrices with alternating outputs, in a module whose tensors cannot be sliced into the two."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AWQ (J. Lin et al., 2023, arXiv:2306.00978) in the layout "gemm" of AutoAWQ."""
 
 from __future__ import annotations

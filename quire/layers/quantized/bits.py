@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unpacking of few-bit integers from larger ones, the first in the lowest bits."""
 
 from __future__ import annotations

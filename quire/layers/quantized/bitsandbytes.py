@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bitsandbytes: LLM.int8() (T. Dettmers et al., 2022, arXiv:2208.07339), NF4 and FP4 (2023, arXiv:2305.14314)."""
 
 from __future__ import annotations

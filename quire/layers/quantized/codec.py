@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs of quantized weights: tensors in the checkpoint, their sharding, and their decoding.
 
 Invariant: a codec handles one module's weight [N, K] and no layer. `Encoded` slices only by the axes stated here, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codec of float modules in checkpoints with other, quantized modules."""
 
 from __future__ import annotations

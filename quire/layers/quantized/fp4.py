@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """4-bit E2M1 numbers: MXFP4 (OCP microscaling formats, 2023) and NVFP4 (NVIDIA, 2025), in several tools' layouts."""
 
 from __future__ import annotations

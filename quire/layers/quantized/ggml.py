@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of ggml's quantized types, as stored in GGUF files.
 
 Each function converts blocks [B, bytes] uint8 to the numbers of a packed format, one row per block. Dequantized, they

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPTQ (E. Frantar et al., 2022, arXiv:2210.17323) as AutoGPTQ and GPTQModel write it."""
 
 from __future__ import annotations

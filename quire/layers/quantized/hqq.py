@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HQQ (H. Badri and A. Shaji, "Half-quadratic quantization", 2023) as its package writes it."""
 
 from __future__ import annotations

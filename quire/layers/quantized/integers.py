@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Integers with a scale per output, group of inputs or weight, as compressed-tensors writes them."""
 
 from __future__ import annotations

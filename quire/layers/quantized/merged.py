@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed weight of several modules in different formats: 8-bit integers hold the numbers of many formats.
 
 Invariant: nothing is rounded. A module's codes become their integer values, and groups become as small as the smallest,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization method that loads a layer from a checkpoint's quantized modules, whatever their encodings.
 
 Invariant: a module is sliced by the axes of its tensors, and the decoded weight is kept as `kept` keeps floats. One

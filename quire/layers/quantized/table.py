@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs by the kinds of `Encoding`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor classes of torchao in safetensors: each of their parts is a tensor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`AdapterChanges`: loading, unloading and resolving of adapters while the server runs; and `--lora-modules`.
 
 Invariant: one process decides for all. A name is served once the core has loaded and checked its adapter, and in every

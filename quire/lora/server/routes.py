@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, for the admin key."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT (Devlin et al., 2018, arXiv:1810.04805) and similar encoders: RoBERTa, DistilBERT, MPNet, and with rotary
 positions NomicBERT, GTE, Jina embeddings v3 and ModernBERT.
 

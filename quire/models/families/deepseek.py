@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V2 and V3 with latent attention (MLA; 2024, arXiv:2405.04434), models that adopted it, and GLM-4 (GLM team,
 2024, arXiv:2406.12793) in ChatGLM's and transformers' checkpoint formats.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exaone 3 (LG AI Research, 2024, arXiv:2408.03541) and Exaone 4 (arXiv:2507.11407)."""
 
 from __future__ import annotations

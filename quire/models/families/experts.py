@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse families (mixture of experts, arXiv:1701.06538) and the fields they share.
 
 Among them DBRX (Databricks, 2024), gpt-oss (OpenAI, 2025, arXiv:2508.10925), JetMoE (Shen et al., 2024,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields of config.json that several families read alike.
 
 Invariant: each function here is used by at least two families; the fields of a single family are in its file.

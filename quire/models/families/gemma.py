@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gemma (arXiv:2403.08295), Gemma 2 (arXiv:2408.00118), Gemma 3 text (arXiv:2503.19786), Gemma 3n text (Google, 2025)
 and
 RecurrentGemma (A. Botev et al., 2024, arXiv:2404.07839), a Griffin (arXiv:2402.19427).

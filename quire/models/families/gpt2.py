@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-2 (Radford et al., 2019) and its descendants: layer norms and plain MLPs, mostly with biases.
 
 With learned or sinusoidal positions GPT-2, StarCoder, GPT-Neo, OPT (Zhang et al., 2022, arXiv:2205.01068) and XGLM (Lin

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Granite, dense and sparse, and its descendants."""
 
 from __future__ import annotations

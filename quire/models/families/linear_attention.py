@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models with linear attention, and sparse relatives with full attention.
 
 Kimi Linear (Kimi team, 2025, arXiv:2510.26692), Ling 1 to 3, named Bailing, and Ring (Ling team, 2025,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Llama (Touvron et al., 2023, arXiv:2302.13971) and models that differ from it in a few options.
 
 Among them Baichuan (Yang et al., 2023, arXiv:2309.10305), Cohere's Command and Aya (2024; 2025, arXiv:2504.00698),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mamba models and hybrids of Mamba with attention.
 
 Mamba 1 and 2, Falcon-H1 (TII, 2025, arXiv:2507.22448: attention and Mamba 2 in parallel), Jamba, Bamba, Granite 4,

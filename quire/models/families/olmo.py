@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OLMo (Groeneveld et al., 2024, arXiv:2402.00838), OLMo 2 (arXiv:2501.00656), OLMo 3 (2025), OLMo Hybrid (2026), and
 Hunyuan dense (Tencent, 2025): norms of q and k after the rotation, and a fixed scaling of the rotary base.
 """

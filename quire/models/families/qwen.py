@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen (Bai et al., 2023, arXiv:2309.16609), Qwen 2 (arXiv:2407.10671), Qwen 3 (arXiv:2505.09388), MiMo, Qwen3-Next and
 Qwen 3.5: Gated DeltaNet (arXiv:2412.06464) in most layers, gated attention in the others.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models whose layers differ in size: OpenELM by design, Deci's by architecture search."""
 
 from __future__ import annotations

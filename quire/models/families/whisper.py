@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoder of Whisper (Radford et al., 2022, arXiv:2212.04356)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table of GGUF architectures: the Hugging Face family of each, and its names.
 
 Invariant: torch-free. A row's `config` produces exactly the config.json keys that the family's reader takes, and reads

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of a GGUF file's metadata to a `ModelArch`, through the equivalent config.json of the model's family.
 
 Invariant: torch-free. Only the family's reader in `families/` interprets config.json keys; this module and

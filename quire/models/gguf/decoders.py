@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF attention-only architectures: dense decoders, BERT-like encoders, Gemma 3n and latent attention.
 
 Encoders are BERT and what converters write under its name (XLM-RoBERTa, MiniLM, E5, BGE); `deepseek2` is DeepSeek-V2,

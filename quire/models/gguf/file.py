@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reader of one GGUF file: its metadata and the positions of its tensors.
 
 Format (versions 2 and 3, little-endian): magic, version, numbers of tensors and keys; each key with its type and value;
@@ -11,10 +12,13 @@ from __future__ import annotations
 
 import math
 import mmap
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from struct import Struct
+from struct import error as StructError
 from typing import Any
 
 from quire.config.encoding import OTHERS, READ, TensorType
@@ -66,10 +70,31 @@ class TensorEntry:
         return self.shape[-1] // self.type.size * self.type.num_bytes
 
 
+class Metadata(Mapping[str, Any]):
+    """Values of a file by key. Numbers are int, float or bool, strings are str, arrays are lists of these.
+
+    An array of strings is decoded at its first access: a vocabulary of 150,000 takes 0.1 s, and a process that loads
+    weights does not need it.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[key]
+        if isinstance(value, _Strings):
+            value = self._values[key] = value.decoded()
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 class GgufFile:
     """Checked, mapped file: `metadata` by key, `tensors` by name in the order of the data.
-
-    Numbers of metadata are int, float or bool, strings are str, arrays are lists of these.
 
     Raises:
         ModelLoadError: the file cannot be read, is truncated or malformed, or has a tensor of an
@@ -90,7 +115,7 @@ class GgufFile:
             raise unreadable(path, error) from error
         self._place = len(MAGIC)
         num_tensors, num_keys = self._read_counts()
-        self.metadata = self._read_metadata(num_keys)
+        self.metadata = Metadata(self._read_metadata(num_keys))
         entries = [self._read_entry() for _ in range(num_tensors)]
         self.tensors = self._placed(entries)
 
@@ -132,7 +157,7 @@ class GgufFile:
             raise self._error(f"key {key!r} has the unknown type {code}; known are 0 to 12")
         return self._number(_SCALARS[code], f"the value of {key!r}")
 
-    def _array(self, key: str, depth: int) -> list[Any]:
+    def _array(self, key: str, depth: int) -> list[Any] | _Strings:
         if depth == MAX_NESTING:
             raise self._error(f"key {key!r} nests arrays more than {MAX_NESTING} deep")
         code = int(self._number(_U32, f"the type of {key!r}"))
@@ -204,30 +229,33 @@ class GgufFile:
                 )
         return placed
 
-    def _strings(self, count: int, key: str) -> list[str]:
-        """Read `count` strings at once, as a vocabulary has hundreds of thousands."""
+    def _strings(self, count: int, key: str) -> _Strings:
+        """Return the places of `count` strings, which are decoded later."""
         self._check_count(f"values of {key!r}", count, _U64.size)
-        unpack, data, size, place = _U64.unpack_from, self.map, self._size, self._place
-        values = []
-        for index in range(count):
-            start = place + _U64.size
-            place = start + unpack(data, place)[0] if start <= size else start
-            if place > size:
-                raise self._error(f"truncated: value {index} of {key!r} ends at byte {place} of {size}")
-            values.append(data[start:place])
-        self._place = place
-        return [self._text(value, f"a value of {key!r}") for value in values]
+        unpack, data, place = _U64.unpack_from, self.map, self._place
+        ends: list[int] = []
+        add = ends.append  # a vocabulary has hundreds of thousands
+        try:
+            for _ in range(count):
+                place += _U64.size + unpack(data, place)[0]
+                add(place)
+        except (StructError, OverflowError):  # a length lies outside the file
+            place = self._size + 1
+        if place > self._size:
+            number = bisect_right(ends, self._size)
+            raise self._error(
+                f"truncated: value {number} of {key!r} ends after byte {self._size}, the file's last"
+            )
+        begin, self._place = self._place, place
+        return _Strings(self.path, self.map, key, begin, ends)
 
     def _string(self, what: str) -> str:
         length = int(self._number(_U64, what))
         start = self._take(length, what)
-        return self._text(self.map[start : start + length], what)
-
-    def _text(self, encoded: bytes, what: str) -> str:
         try:
-            return encoded.decode()
+            return self.map[start : start + length].decode()
         except UnicodeDecodeError as error:
-            raise self._error(f"{what} is no UTF-8, by its byte {error.start}") from None
+            raise _no_text(self.path, what, error) from None
 
     def _number(self, kind: Struct, what: str) -> Any:
         return kind.unpack_from(self.map, self._take(kind.size, what))[0]
@@ -247,6 +275,32 @@ class GgufFile:
 
     def _error(self, problem: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {problem}")
+
+
+@dataclass(frozen=True)
+class _Strings:
+    """Array of strings in a file's map: each follows its length, and ends at one of `ends`."""
+
+    path: Path
+    map: mmap.mmap
+    key: str
+    begin: int
+    ends: Sequence[int]
+
+    def decoded(self) -> list[str]:
+        """Return the strings; raises ModelLoadError as `GgufFile` does."""
+        data, what = self.map[: self.ends[-1]] if self.ends else b"", f"a value of {self.key!r}"
+        starts = [self.begin, *self.ends]
+        try:
+            return [
+                data[start + _U64.size : end].decode() for start, end in zip(starts, self.ends, strict=False)
+            ]
+        except UnicodeDecodeError as error:
+            raise _no_text(self.path, what, error) from None
+
+
+def _no_text(path: Path, what: str, error: UnicodeDecodeError) -> ModelLoadError:
+    return ModelLoadError(f"{path}: {what} is no UTF-8, by its byte {error.start}")
 
 
 def _hint(content: bytes) -> str:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF architectures with Mamba, short convolutions or delta rules in some or all layers; see `architectures`.
 
 Invariant: torch-free.

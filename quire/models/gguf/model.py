@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF model: a file, or a split model's files as one.
 
 Invariant: torch-free. All parts of a split are there, in order, and no tensor is in two of them.
@@ -9,7 +10,6 @@ import functools
 import re
 from array import array
 from pathlib import Path
-from typing import Any
 
 from quire.errors import ModelLoadError
 from quire.models.checkpoint_files import has_file, unreadable
@@ -113,7 +113,7 @@ class GgufModel:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files = [opened_file(part) for part in part_paths(path)]
-        self.metadata: dict[str, Any] = self.files[0].metadata
+        self.metadata = self.files[0].metadata
         self.tensors: dict[str, tuple[GgufFile, TensorEntry]] = {}
         for file in self.files:
             for name, entry in file.tensors.items():
@@ -130,9 +130,8 @@ class GgufModel:
     def about(self, group: str) -> JsonObject:
         """Return the keys with the prefix `group` and a dot, without the prefix."""
         prefix = f"{group}."
-        values = {
-            key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)
-        }
+        keys = [key for key in self.metadata if key.startswith(prefix)]
+        values = {key.removeprefix(prefix): self.metadata[key] for key in keys}
         return JsonObject(f"{self.path}: {group}", values)
 
     def floats(self, name: str) -> list[float] | None:

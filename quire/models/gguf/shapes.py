@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared parts of GGUF architectures: sizes, rope, and tensor names with their places in our module tree.
 
 Invariant: torch-free. Architectures share most names, so only differences from `SHARED` are listed with each; see

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse GGUF architectures (mixture of experts); see `architectures`.
 
 Invariant: torch-free.

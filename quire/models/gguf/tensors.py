@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of a GGUF file for the loader, under the names of our modules.
 
 Invariant: a quantized tensor is read as bytes, uint8 [..., bytes of a row], or dequantized. A row consists of whole

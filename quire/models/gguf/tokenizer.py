@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Construction of a tokenizer from a GGUF file's tables, with the `tokenizers` library.
 
 Kinds of tables:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AWQ's config, as AutoAWQ and transformers write it."""
 
 from __future__ import annotations

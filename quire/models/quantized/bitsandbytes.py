@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bitsandbytes' config, as transformers writes it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Config of compressed-tensors: groups of modules, each with the form of its weights and activations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts of families with one tensor for a layer's experts, in checkpoints that split or rename it.
 
 Invariant: torch-free; only names are read from the files.

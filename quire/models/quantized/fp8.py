@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configs of checkpoints in E4M3, with scales per weight, per output (FBGEMM) or per block (DeepSeek)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPTQ's config, as AutoGPTQ and GPTQModel write it."""
 
 from __future__ import annotations

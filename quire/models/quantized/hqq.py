@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HQQ's config, as transformers writes it: options for all linear layers, or for each kind by its name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVIDIA ModelOpt's config, in a file of its own or in config.json."""
 
 from __future__ import annotations

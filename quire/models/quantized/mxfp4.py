@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Config of OpenAI's MXFP4 checkpoints, in which only experts are quantized."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generator of docs/quantized_checkpoints.md: `python -m quire.models.quantized.page [FILE]`.
 
 Invariant: the format of each row's weights comes from its codec, so the page matches the loader.

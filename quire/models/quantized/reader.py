@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reader of a checkpoint's quantization config, by a table of methods.
 
 Invariant: torch-free, and the only place with the names of methods.

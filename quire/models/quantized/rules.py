@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoding rules from the kinds of patterns by which configs name modules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchao's config, as transformers writes it: the name of a config class, with its fields."""
 
 from __future__ import annotations

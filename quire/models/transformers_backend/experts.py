@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed replacement of transformers' expert tensors [E, N, K]: one packed weight each, of which used ones are read.
 
 Invariant: a token's experts are added in the order of their numbers, whatever the batch.

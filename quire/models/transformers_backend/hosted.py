@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our layers adapted to transformers' calling convention: inputs [1, T, ...] and no step."""
 
 from __future__ import annotations

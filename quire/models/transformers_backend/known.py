@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal language models of transformers without a row in `BUILT_IN`: which run with its code, and which are refused.
 
 Invariant: data only, for docs/models.md; the tests build and run each, and check that there are no others.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal language model of transformers with our layers in place of its modules.
 
 transformers' code defines the computation; attention, linear layers, norms and activations are ours. It runs on one row

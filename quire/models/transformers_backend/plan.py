@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharding plan of a transformers model, and detection of modules that equal one of our layers.
 
 A plan names modules and parameters, with `*` for numbers, and their partition. Two kinds partition a weight: by outputs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reader of config.json for models that transformers runs, without importing transformers.
 
 Invariant: torch-free. Whether a model can run is tested when it is built, by running it (`sites`, `rows`).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start-up checks that a model can run on a packed batch, and batch-invariant linear layers for its own modules.
 
 In the check a token attends to itself only, so its hidden state must not depend on other tokens. A convolution, a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connection of a transformers model to the paged KV cache, and replacement of its modules by our layers.
 
 transformers lets attention modules call any registered function. Ours passes the heads to the model's `Port`. Which

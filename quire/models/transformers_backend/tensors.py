@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mapping from a checkpoint's tensors to a transformers model's, and layers for tensors without a layer of ours.
 
 transformers defines for each model how checkpoint names and separately stored experts become its parameters. That

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process that decodes and resizes images: `python -m quire.multimodal.door.decode_process`.
 
 Invariant: it is single-threaded, has a limit of address space, and reads jobs from stdin until that ends. Its parent

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding of untrusted images and embeddings, in a process that may crash.
 
 Invariant: the number of pixels is known from the header, and checked, before any pixel is decoded. Only listed formats

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`MediaDoor`: media of requests to files with processed arrays, and to placeholders in prompts.
 
 Invariant: the event loop never decodes, hashes or reads files; threads and killable processes do. Bytes of one item, of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetching of media from hosts that the operator names, over HTTP/1.1.
 
 Invariant: the address that is dialled is one that was checked, so a name that resolves differently a moment later

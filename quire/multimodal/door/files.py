@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files with processed items, named by digest, in a private directory.
 
 Invariant: a file lives at least as long as a lease on it. Files without leases stay as a cache, least recently used

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between the door and its decoding processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layout of an item's placeholders, and its expansion in a prompt.
 
 Invariant: a placeholder token of a prompt belongs to an item because the template or the caller put a marker there;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Content parts with media: found in messages, checked, and taken out of them.
 
 Invariant: a part's place stays: `{"type": "image"}` stands where it was, which chat templates read. Forms are those of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pool of decoding processes, each killed when its job takes too long or its client is gone.
 
 Invariant: whatever an image does to a decoder (no end, all memory, a crash), it happens in a separate process and costs

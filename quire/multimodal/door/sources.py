@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sources of media: data URLs, base64, files below a directory, and hosts that the operator names.
 
 Invariant: a size is checked before the bytes are there, or while they arrive. A file is read only if the file that was

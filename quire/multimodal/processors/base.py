@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interface of processors: an image in, arrays for the encoder and the layout of its placeholders out.
 
 Invariant: a processor depends on the checkpoint's files and on options only, so equal images with equal options give

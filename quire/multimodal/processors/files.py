@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of a checkpoint that configure its processor.
 
 Invariant: older checkpoints have `preprocessor_config.json`, newer ones the same object inside `processor_config.json`.

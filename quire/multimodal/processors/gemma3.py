@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gemma 3: one square image, one run of fixed length whose positions attend both ways.
 
 Report: Gemma 3 (2503.19786). Pan and scan, which adds crops of an image, is not implemented; it is off by default.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Idefics 3 and SmolVLM: tiles of a large image, each with a marker of its row and column, and the whole image last.
 
 Papers: Building and better understanding vision-language models (2408.12637), SmolVLM (2504.05299).

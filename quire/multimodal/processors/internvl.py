@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """InternVL 3 in transformers' layout: up to 12 tiles in the grid closest to the image's proportions, and a thumbnail.
 
 Paper: InternVL3 (2504.10479).

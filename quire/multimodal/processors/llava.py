@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LLaVA 1.5 and relatives: one square image, one run of fixed length.
 
 Paper: Improved Baselines with Visual Instruction Tuning (2310.03744). The encoder is CLIP or SigLIP; CLIP's class

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that processors share: colours, sizes, crops, and the table from uint8 to float32.
 
 Invariant: with the same Pillow, each step gives the bits of transformers' Pillow backend. All steps before the table

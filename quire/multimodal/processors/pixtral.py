@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pixtral and Mistral 3: images of any size in rows of patches; a token ends each row, another one the image.
 
 Paper: Pixtral 12B (2410.07073).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images of any size in patches, two frames to a patch.
 
 Paper: Qwen2-VL (2409.12191). Sides are rounded to multiples of a merged patch, with the number of pixels within limits.

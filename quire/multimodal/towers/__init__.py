@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Towers: image encoders with their projections into the language model's stream."""

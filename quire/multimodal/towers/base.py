@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base of towers: an image encoder and its projection, computed in slices.
 
 Shapes: n patches, C channels of the tower, m embeddings, H hidden size of the language model.

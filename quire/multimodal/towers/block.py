@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer block of towers: attention in both directions and an MLP, computed in slices.
 
 Shapes: n patches, C channels, h heads of size D.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading of a checkpoint's tower."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pixtral's tower (2024, arXiv:2410.07073): patches of any image size with 2-D rotary positions.
 
 It is the tower of Mistral 3 as well, which merges squares of patches.

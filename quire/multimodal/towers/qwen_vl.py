@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Towers of Qwen2-VL (2024, arXiv:2409.12191), Qwen2.5-VL (2025, arXiv:2502.13923) and Qwen3-VL (2025).
 
 Patches come in the order of the squares that are merged at the end, and attend within their frame. Qwen2.5-VL has

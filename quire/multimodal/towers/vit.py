@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Towers on vision transformers with learned positions: CLIP, SigLIP and InternViT, with each family's projection.
 
 LLaVA (Liu et al., 2023, arXiv:2310.03744), Gemma 3 (2025, arXiv:2503.19786), Idefics 3 (2024, arXiv:2408.12637) and

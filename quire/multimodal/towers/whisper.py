@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoder of Whisper (Radford et al., 2022, arXiv:2212.04356): two convolutions and blocks over a log-mel spectrogram.
 
 Shapes: F frames of B mel bins, E = F / 2 rows of the output, P positions that it fills, C channels.

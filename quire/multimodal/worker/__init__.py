@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worker side: embeddings of images and other media, computed in slices and stored."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Store of embeddings by digest, and their computation in slices.
 
 Invariant: an item is computed once while the store has it, alone, and in an order of operations that depends on

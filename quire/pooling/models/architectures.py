@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Purpose of an architecture by its name, and the registered architecture that computes it.
 
 Invariant: torch-free. A family has one row, its language model's; other forms differ only after the last norm, as

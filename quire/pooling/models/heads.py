@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads after hidden states: classification, reward, token scores, SPLADE and late interaction.
 
 Invariant: torch-free. Only models on a language model's row get heads from here; others bring their own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pooling model: any model with hidden states, with pooling heads in place of its output head."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads how sentence-transformers passes texts to the model: length limit and preprocessing.
 
 Invariant: torch-free. Settings that would change a text's tokens, or read other outputs than hidden states or classes,

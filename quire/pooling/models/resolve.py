@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resolves `--runner`, `--convert` and `--pooler-config`: whether a model generates or pools, and how.
 
 Invariant: torch-free. What the files leave open is decided only here, and the reason is logged. Whether an encoder's

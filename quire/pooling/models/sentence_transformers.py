@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads sentence-transformers files beside a model: modules, prompts and maximal length.
 
 Invariant: torch-free. Every setting is honoured or refused. The modules must be a model, at most one pooling (without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /v2/embed, Cohere's embedding API."""
 
 from __future__ import annotations

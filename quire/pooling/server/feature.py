@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routes of pooling models, each family offered by the model's tasks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /score, /v1/score, /rerank, /v1/rerank and /v2/rerank"""
 
 from __future__ import annotations

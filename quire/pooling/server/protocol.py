@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests and replies of pooling models, in the forms of OpenAI, vLLM, Jina and Cohere; and encoding of numbers.
 
 Invariant: large arrays are encoded in a thread, in pieces, so neither the event loop nor other threads are blocked.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Execution of pooling requests: tokenization, engine requests, windows, and the reply's common fields.
 
 Invariant: all prompts of a request are tokenized off the event loop, and its numbers are counted, before the first

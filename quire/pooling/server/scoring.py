@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores of text pairs, by cross-encoder or by similarity of embeddings; and windows of long texts.
 
 Invariant: a pair's score depends on its two texts alone. A text that fits the context has one window, whose embedding

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draft heads: EAGLE, EAGLE-3, MTP (autoregressive) and Medusa.
 
 - EAGLE (Li et al., 2024, arXiv:2401.15077) reads the output of the target's last norm.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads config.json of draft heads and checks that they match the target.
 
 Invariant: torch-free. Missing settings are the target's.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draft model: a smaller language model that drafts for the target.
 
 Its layers share the target's KV cache blocks, so prefix hits, forks, swaps and preemption serve both models, and

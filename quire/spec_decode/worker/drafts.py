@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verification of drafts: a step samples after each draft token, and counts the samples that agree.
 
 Invariant: a request's output is the same as without drafts. After each draft token the step samples what it would

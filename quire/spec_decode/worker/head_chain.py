@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proposers with draft heads: Medusa, and autoregressive heads (EAGLE, EAGLE-3, MTP)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base of proposers that draft with a model or heads, token after token for all requests of a step.
 
 A draft token is sampled by the engine's sampler from the draft model's logits: with the request's parameters,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draft model with layers that keep states (Mamba and the like).
 
 A state cannot roll back. So states after the last known token are saved when drafting begins and restored when it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normalized constraints of every kind in xgrammar's EBNF."""
 
 from __future__ import annotations

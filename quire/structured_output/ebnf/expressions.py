@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Expressions in Rust's regex dialect, integer ranges and free text in xgrammar's EBNF.
 
 Invariant: a rule matches what the expression matches; unsupported syntax is refused. Supported are characters,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normalized JSON schemas in xgrammar's EBNF.
 
 Invariant: the grammar accepts exactly the schema's values, with one spelling of strings and numbers and keys in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling of the next token: one class per feature, one ordered table of features in `sampler.py`."""
 
 from quire.worker.sampler.sampler import (

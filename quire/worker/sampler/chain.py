@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """llama.cpp's candidate filters, in llama.cpp's order.
 
 A request that uses top_n_sigma, typical_p, XTC, dynamic temperature or mirostat is filtered here: top_n_sigma, top_k,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DRY sampler: lowers tokens that would continue a repetition, the more the longer it is.
 
 Defined as llama.cpp's sampler `dry`, after p-e-w's proposal for text-generation-webui (pull request 5677).

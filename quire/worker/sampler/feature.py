@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base classes of sampling features.
 
 Invariant: a feature owns the settings of the rows that use it. `stage` (host: numpy, indices) is apart from `apply`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling feature that enforces a grammar (`structured_outputs`).
 
 Invariant: a mask is a function of the request's grammar and its tokens before the sample. A failing grammar, or a text

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logprobs of samples: of the sampled token, and of the most likely or of requested tokens.
 
 Invariant: in the raw modes nothing that shapes sampling (penalties, masks, temperature, filters) changes a reported

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Features that mask or bias given tokens: custom logits processors, `thinking_token_budget`, `allowed_token_ids`,
 `min_tokens`, `logit_bias` and `bad_words`.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Repetition, frequency and presence penalties.
 
 Where the device has the tokens, it counts them in every step (`ops.penalise_rows`), so the host need not read samples.

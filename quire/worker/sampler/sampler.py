@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampler: logits in, one token per row of them out. A batch row with drafts has several rows of logits.
 
 Invariant: a sample's token and logprobs depend bit for bit only on its logits, the tokens before it and its request's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine that only says what it is told to say."""
 
 from __future__ import annotations

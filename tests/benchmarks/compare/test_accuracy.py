@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores of rows: which are measured, what a failure costs, and how quire's are computed."""
 
 from __future__ import annotations

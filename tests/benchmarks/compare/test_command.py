@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole command: one page with the speed of each weight format and, beside it, its accuracy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The share of the machine that other programs took."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the packages that may be installed into a peer engine's environment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the arguments given to llama.cpp's tools and of the rates read from their output."""
 
 from __future__ import annotations

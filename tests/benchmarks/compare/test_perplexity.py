@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output and files of llama-perplexity."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs of other environments: their lines, their failures, their end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines take turns, a failure costs only its own case, and a session can be cut off anywhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Medians and ratios: which formats are compared, and with which goal."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All engines are timed by the same arithmetic; quire's own worker runs."""
 
 from __future__ import annotations

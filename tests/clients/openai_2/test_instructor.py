@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instructor, by each of its modes that a server of OpenAI's API can serve."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LiteLLM, by each of the routes that lead to a server of one's own."""
 
 from __future__ import annotations

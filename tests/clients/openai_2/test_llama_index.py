@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LlamaIndex, over chat completions, completions and the Responses API."""
 
 from __future__ import annotations

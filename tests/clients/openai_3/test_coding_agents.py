@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The requests of coding agents, sent by the clients that they are built on: two turns with tools, streamed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LangChain's ChatOpenAI, over chat completions and over the Responses API."""
 
 from __future__ import annotations

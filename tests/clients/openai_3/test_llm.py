@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`llm`, the command line for models, which knows a server by a file of its own."""
 
 from __future__ import annotations

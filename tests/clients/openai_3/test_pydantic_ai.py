@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pydantic AI, over each of the APIs that the server speaks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of smolagents; its agents force tool calls."""
 
 from __future__ import annotations

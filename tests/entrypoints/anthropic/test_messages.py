@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /v1/messages and its token count: Anthropic's shape, events, errors."""
 
 from __future__ import annotations

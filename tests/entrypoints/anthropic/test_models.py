@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The served models as Anthropic's clients list them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ids of calls in a prompt: of the form that the template takes, alike for a call and its result, and no two alike."""
 
 from __future__ import annotations

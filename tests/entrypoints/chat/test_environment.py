@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of template limits: a result is bounded before it is built, to protect memory and the interpreter."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images in conversations: shown where they stand, counted, and bound to the right placeholders."""
 
 from __future__ import annotations

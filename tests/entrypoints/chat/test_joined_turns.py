@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns of one role in a row, and texts behind tool results: joined where a template refuses them, and only there."""
 
 from __future__ import annotations

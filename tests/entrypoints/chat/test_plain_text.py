@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """User text never becomes a special token, and everything else is encoded as it always was."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """System messages anywhere in a conversation: no template loses one, and one that takes it gets it in its place."""
 
 from __future__ import annotations

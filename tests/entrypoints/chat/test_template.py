@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat templates: what they can use, what they cannot, and how they fail."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of templates' thinking options, and of where a constraint begins with each."""
 
 from __future__ import annotations

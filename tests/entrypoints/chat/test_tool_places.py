@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tools reach the prompt at the place where a template reads them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire bench throughput` and `latency` on a tiny model."""
 
 from __future__ import annotations
@@ -99,4 +100,4 @@ def test_prompts_longer_than_the_context(model: str, capsys: pytest.CaptureFixtu
         main(["bench", "throughput", "--model", model, "--num-prompts", "1", "--input-len", "1k", *ENGINE])
         == 2
     )
-    assert "Error: " in capsys.readouterr().err
+    assert "error: " in capsys.readouterr().err

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire chat` and `quire complete` against a scripted server."""
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def test_failed_turn_is_said_and_forgotten(
     typed(monkeypatch, "bad", "fine")
     assert run(server, "chat") == 0
     captured = capsys.readouterr()
-    assert "Error: the server answered 400: too long" in captured.err
+    assert "error: the server answered 400: too long" in captured.err
     assert captured.out == "say fine\n\n"
     assert [message["content"] for message in server.bodies("/v1/chat/completions")[1]["messages"]] == [
         "fine"

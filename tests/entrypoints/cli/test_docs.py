@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages about the command line are true."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire doctor` on this machine, and what it says of broken ones."""
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ def test_missing_demo_model_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_versions() -> None:
     assert not python_problems((3, 11))
     assert not python_problems((3, 13))
-    assert python_problems((3, 10))[0].hint == "use Python 3.11 to 3.13"
-    assert python_problems((3, 14))
+    assert python_problems((3, 10))[0].hint == "use Python 3.11 to 3.14"
+    assert python_problems((3, 15))
     assert not torch_problems("2.11.0+cu130")
     assert not torch_problems("3.0.0a1")
     assert "2.9.1 is too old" in torch_problems("2.9.1")[0].what

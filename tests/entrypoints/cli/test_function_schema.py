@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the tool schema made from a Python function."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire kv-store` beside stores that are open, closed and damaged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions that a model calls: found, asked about, run, and their errors told."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `quire` command as a whole: exit codes, one sentence per mistake, and nothing heavy imported for help."""
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def test_serve_refuses_two_models(
 
 def test_bad_config_value_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--block-size", "0"]) == 2
-    assert capsys.readouterr().err == "Error: --block-size must be at least 1, got 0\n"
+    assert capsys.readouterr().err == "error: --block-size must be at least 1, got 0\n"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_errors_end_in_a_sentence(
     monkeypatch.delenv("QUIRE_DEBUG", raising=False)
     monkeypatch.setattr(main_module.cli, "main", failing(error))
     assert main(["serve"]) == code
-    assert capsys.readouterr().err == f"Error: {error}\n"
+    assert capsys.readouterr().err == f"error: {error}\n"
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags are the config classes: what the command line gives is what the config holds, and nothing else changes."""
 
 from __future__ import annotations

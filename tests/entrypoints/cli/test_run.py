@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire run` on a tiny model: what it prints is what `LLM` generates."""
 
 from __future__ import annotations

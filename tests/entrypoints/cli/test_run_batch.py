@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire run-batch` and `quire collect-env` as commands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chat of `quire run`: answers are those of `LLM.chat`, commands act, and mistakes end nothing."""
 
 from __future__ import annotations

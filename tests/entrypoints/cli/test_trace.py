@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire trace` on what `--record-trace` wrote."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`quire transcribe` on a tiny random Whisper: forms, folders and files that are not there."""
 
 from __future__ import annotations

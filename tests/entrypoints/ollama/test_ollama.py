@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ollama's routes: lines and whole replies, options, what is served, errors."""
 
 from __future__ import annotations

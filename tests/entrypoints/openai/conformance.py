@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a reply is what the server's own document says: status, headers, media type, and every field of the body."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine with `AsyncLLM`'s interface that recites a text: for fast tests of the protocol.
 
 Prompts and parameters go through the real input processor, so refusals are the real ones.

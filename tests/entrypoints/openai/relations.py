@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reasons to refuse a request whose fields all fit the document; no schema can express them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replies of the fake model for comparisons of answers across API shapes."""
 
 from __future__ import annotations

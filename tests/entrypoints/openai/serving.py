@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to put the app in front of a fake engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters come and go while a server runs: by its administrator, and by requests that name them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters are models of their own to clients: listed, chosen by `model`, and named so in replies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of a request's cost before admission: early refusals by counts, and work beside the event loop."""
 
 from __future__ import annotations

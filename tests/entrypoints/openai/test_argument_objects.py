@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """APIs that give arguments as objects give what the model wrote."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every route that is registered needs the key, except the open list; the decision is made from the raw path."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kind of bad input: the right status, OpenAI's shape, the field's name, and a server that goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that can be wrong about tools, on every API: a 400 that names the field and its index."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bodies that come in are bounded in sum, decoded or not, and cost neither small requests nor the event loop much."""
 
 from __future__ import annotations

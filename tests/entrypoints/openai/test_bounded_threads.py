@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Foreign code costs its caller its limit, and nobody else anything."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/v1/chat/completions: shapes, tools, and that a stream joins to the whole answer."""
 
 from __future__ import annotations

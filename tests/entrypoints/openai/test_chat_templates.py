@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the operator's chat template options, and of a model without a template."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of coding agents in the whole shape in which they are sent: two turns with tools, streamed."""
 
 from __future__ import annotations

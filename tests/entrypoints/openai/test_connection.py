@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow, silent and absent clients on real sockets: each is cut off, its request ends, and others are served."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every field that asks for a form, in every spelling, becomes the constraint that it means."""
 
 from __future__ import annotations

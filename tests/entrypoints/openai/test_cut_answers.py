@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers that a limit or a stop string cuts, on every API, whole and streamed: no markup, no invented items."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request that takes too long ends with what it has, or with an error that says so."""
 
 from __future__ import annotations

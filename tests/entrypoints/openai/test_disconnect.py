@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client that goes away aborts its request, whatever the request was doing."""
 
 from __future__ import annotations

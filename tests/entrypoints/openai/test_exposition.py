@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metrics of several processes are those that one would have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the errors that clients receive when the engine fails; every stream has exactly one end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields without effect: accepted and told, wherever they stand; refused if they would change the answer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that ask to fill in the middle, for every layout of marks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random requests: always an answer in a documented shape, never a 5xx, and nothing left running."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs of several prompts: order, gathering, and that every way out closes every generator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test of chat requests to a Harmony model: the constraints made from their fields and tools."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Histories as they come: cut calls, reasoning among parts, results without calls, on every API."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests whose head says that they are for another server, or may be read in two ways, are not served."""
 
 from __future__ import annotations

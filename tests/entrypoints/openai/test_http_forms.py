@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests in the forms in which browsers, proxies and scripts send them."""
 
 from __future__ import annotations
@@ -170,3 +171,23 @@ async def test_note_on_a_nameless_field_does_not_break_the_response(engine: Fake
     async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
         answer = await client.post(PATH, json={"prompt": "hi", "a b": 1, "": 2})
     assert (answer.status_code, answer.headers["x-quire-ignored-fields"]) == (200, "?, ?")
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions? "),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions? "),
+        ("/infill/that/nobody/knows", ""),
+        (f"/{'x' * 2000}", ""),
+    ],
+)
+async def test_unknown_path_names_itself_and_what_is_near(
+    client: httpx.AsyncClient, path: str, hint: str
+) -> None:
+    reply = await client.post(path, json={})
+    assert reply.status_code == 404
+    assert (
+        reply.json()["error"]["message"] == f"There is nothing at {path[:80]}; {hint}GET / lists all paths."
+    )
+    assert (await client.get("/")).status_code == 200

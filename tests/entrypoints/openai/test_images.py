@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images through every door of the server: each gives the same placeholders and files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forms that no text has: a 400 on every API that names the client's field and the place in what it sent."""
 
 from __future__ import annotations

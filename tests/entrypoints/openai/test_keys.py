@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys and tenants: what a file may say, whose share, cache and limits a request gets, and that no key is kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`functions` and `function_call` with the stock `openai` client: what worked before tools works."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A live server: ready line, draining, second signal, death of the engine, failed start."""
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ async def test_broken_template_is_a_failed_start(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with live_server(engine, chat_template="{% if %}") as server:
-        assert await server.code() == 1
+        assert await server.code() == 2
     assert "chat template" in capsys.readouterr().err
 
 
@@ -286,7 +287,7 @@ async def test_a_template_that_runs_for_ever_is_a_failed_start(
     async with live_server(engine, chat_template=ENDLESS) as server:
         server.app.state.server.preparation.limit_s = 2.0
         assert (await asyncio.to_thread(httpx.get, f"{server.url}/livez")).status_code == 200
-        assert await server.code() == 1
+        assert await server.code() == 2
     assert capsys.readouterr().err == "error: the chat template takes longer than 2 s for one short message\n"
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`/metrics` of the server, over a whole engine of two cores that computes nothing: it agrees with the replies."""
 
 from __future__ import annotations

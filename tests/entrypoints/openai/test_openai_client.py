@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stock `openai` client against a live server, and the snippets that the server prints."""
 
 from __future__ import annotations

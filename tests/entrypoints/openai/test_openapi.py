@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The document that the server publishes of itself, and the page that shows it.
 
 That replies are what it says is held by every other test of a route: `serving.CheckedClient` looks at each.

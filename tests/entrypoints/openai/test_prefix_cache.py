@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prefix cache as clients see it: hits, whose they are, and the route that forgets them."""
 
 from __future__ import annotations

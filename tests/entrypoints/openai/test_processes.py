@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of communication among API processes: messages, connections, and the accounts of tenants."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that are embeddings, over HTTP: what is taken, what is refused in words, and the cache that they fill."""
 
 from __future__ import annotations

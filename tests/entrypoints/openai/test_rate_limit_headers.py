@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the response headers that report a key's rate limits."""
 
 from __future__ import annotations

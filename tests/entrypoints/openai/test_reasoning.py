@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reasoning on every API: told apart from the answer, whole and streamed, counted, and sent back."""
 
 from __future__ import annotations

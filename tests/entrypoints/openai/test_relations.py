@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of relations between request fields: the document states and the server enforces them, in any combination."""
 
 from __future__ import annotations

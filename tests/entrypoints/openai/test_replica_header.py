@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The header by which a client, or a load balancer, names the replica that is to compute a request."""
 
 from __future__ import annotations

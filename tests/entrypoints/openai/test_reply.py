@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of a reply's parts beside its text: usage, timings, lowered limits; and a chunk for every step."""
 
 from __future__ import annotations

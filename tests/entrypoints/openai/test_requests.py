@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests in flight, as operators see them; and the page that says what answers here."""
 
 from __future__ import annotations

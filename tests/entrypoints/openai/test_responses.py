@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /v1/responses: its shape, its events, and what it refuses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The smaller routes, the metrics, and what importing the app costs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samplers in every API: one set of fields, one rule for those that do not exist."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notifications for systemd: what is sent when, and managers that are gone."""
 
 from __future__ import annotations

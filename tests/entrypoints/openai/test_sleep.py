@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The routes that put the server to sleep, and what clients and probes see meanwhile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A signal ends a start whatever becomes of the exception that it raises."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whichever way a stream's chunks are made and written, the client gets the same bytes."""
 
 from __future__ import annotations

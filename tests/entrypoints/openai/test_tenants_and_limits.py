@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of a request's tenant and priority, and of the reply of a full queue."""
 
 from __future__ import annotations

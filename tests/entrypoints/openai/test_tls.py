@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TLS: HTTPS on one and on several accepting paths, certificates of clients, renewal, and mistakes in the files."""
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def test_unusable_files_end_the_start(
     monkeypatch.chdir(Path(pairs[0][0]).parent)
     with pytest.raises(ConfigError, match=message):
         checked_tls(ServerConfig(**given))
-    assert run_server(EngineConfig(), ServerConfig(**given)) == 1
+    assert run_server(EngineConfig(), ServerConfig(**given)) == 2
     assert capsys.readouterr().err.startswith("error: --ssl-certfile")
 
 

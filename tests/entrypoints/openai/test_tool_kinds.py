@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tools that are no functions: left out and told, or functions by another name, on every API."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The app in front of a real engine, whose null executor makes numbers as the description says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The document of a pooling model: what fits it is taken, and what does not is refused."""
 
 from __future__ import annotations

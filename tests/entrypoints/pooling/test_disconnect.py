@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client that goes away takes its request along, also while what it sent is tokenized."""
 
 from __future__ import annotations

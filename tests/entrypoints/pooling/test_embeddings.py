@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /v1/embeddings, /pooling and /classify."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the server's startup message, which fits the model that it serves."""
 
 from __future__ import annotations

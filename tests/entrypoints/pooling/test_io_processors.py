@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request and a reply of a plug-in's own: the one in examples/plugins/io_processor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the limit of numbers per reply, and of the thread that encodes them."""
 
 from __future__ import annotations

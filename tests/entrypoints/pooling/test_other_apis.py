@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embeddings as Cohere's and Ollama's clients ask for them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /score and /rerank under all of their names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test of relations between the fields of pooling requests, in any combination."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Namespaces, names and rows for tests of the disk store."""
 
 from __future__ import annotations

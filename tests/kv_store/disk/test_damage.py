@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever happens to the files: rows are right or missing, and a store opens."""
 
 from __future__ import annotations

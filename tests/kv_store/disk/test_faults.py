@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Full disks, short transfers, failing disks, directories of others, and several processes."""
 
 from __future__ import annotations

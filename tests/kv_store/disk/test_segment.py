@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checksums of slots are those of one name in one namespace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Disk store beside a model of it: a dictionary and a list in the order of use."""
 
 from __future__ import annotations

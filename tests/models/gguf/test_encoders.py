@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT in GGUF against transformers, from texts to embeddings."""
 
 from __future__ import annotations

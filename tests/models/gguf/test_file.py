@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reader of GGUF files, against the `gguf` package and against damaged files."""
 
 from __future__ import annotations
@@ -200,4 +201,41 @@ def test_path_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None
         with pytest.raises(ModelLoadError, match="is no file"):
             GgufFile(path)
     with pytest.raises(ModelLoadError, match="no such file"):
+        GgufFile(tmp_path / "x.gguf")
+
+
+def test_strings_of_an_array_are_decoded_when_they_are_read(tmp_path: Path) -> None:
+    texts = [b"", "ü".encode(), b"\xff"]
+    entries = b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+    (tmp_path / "x.gguf").write_bytes(
+        header(keys=2, rest=key("good", 9, struct.pack("<IQ", 8, 2) + entries[:18]))
+        + key("bad", 9, struct.pack("<IQ", 8, 3) + entries)
+        + bytes(64)
+    )
+    metadata = GgufFile(tmp_path / "x.gguf").metadata
+    assert (metadata["good"], len(metadata), list(metadata)) == (["", "ü"], 2, ["good", "bad"])
+    with pytest.raises(ModelLoadError, match=r"x\.gguf: a value of 'bad' is no UTF-8, by its byte 0"):
+        metadata["bad"]
+
+
+@pytest.mark.parametrize("cut", range(1, 28))
+def test_array_of_strings_that_ends_after_the_file_is_refused(cut: int, tmp_path: Path) -> None:
+    entries = struct.pack("<IQ", 8, 3) + b"".join(
+        struct.pack("<Q", 1) + letter for letter in (b"a", b"b", b"c")
+    )
+    (tmp_path / "x.gguf").write_bytes(header(keys=1, rest=key("a", 9, entries))[:-cut])
+    problem = (
+        f"value {2 - (cut - 1) // 9} of 'a' ends after byte"
+        if cut <= 3
+        else "it says that it has 3 values of 'a'"
+    )
+    with pytest.raises(ModelLoadError, match=rf"x\.gguf: truncated: {problem}"):
+        GgufFile(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize("length", [2**32, 2**63, 2**64 - 1])
+def test_string_of_an_array_longer_than_the_file_is_refused(length: int, tmp_path: Path) -> None:
+    entries = struct.pack("<IQQ", 8, 2, 1) + b"a" + struct.pack("<Q", length)
+    (tmp_path / "x.gguf").write_bytes(header(keys=1, rest=key("a", 9, entries)) + bytes(64))
+    with pytest.raises(ModelLoadError, match=r"truncated: value 1 of 'a' ends after byte"):
         GgufFile(tmp_path / "x.gguf")

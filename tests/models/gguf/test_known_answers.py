@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vocabularies of published models in GGUF, against the known answers in the repository of llama.cpp.
 
 The files are in the source package of llama-cpp-python; `docs/quantization.md` says where they must lie.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """quire's reading of GGUF against what llama.cpp said of the files, as `benchmarks.compare.gguf_tokens` recorded it."""
 
 from __future__ import annotations

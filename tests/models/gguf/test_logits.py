@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models in GGUF against transformers' float32 run of what their bytes stand for."""
 
 from __future__ import annotations

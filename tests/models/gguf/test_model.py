@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of GGUF models: which files are accepted or refused, and their way through the engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models in GGUF on several ranks, and as the target and the draft of guesses."""
 
 from __future__ import annotations

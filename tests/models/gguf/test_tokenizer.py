@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizers out of GGUF's tables, against those that the tables were made of, on 5,000 strings each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a tiny model with quantised linear layers, and the floats that they stand for beside it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of a checkpoint's activation quantization against the formula of compressed-tensors."""
 
 from __future__ import annotations

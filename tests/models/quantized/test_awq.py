@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AWQ by the packing that AutoAWQ defines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scales of keys and values, as checkpoints call them: the numbers of transformers with a cache that rounds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mode "checkpoint": activations rounded as files say, beside transformers with the definer's formula."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gpt-oss as Unsloth has it for bitsandbytes: every expert's matrices, and the router's, are linear layers."""
 
 from __future__ import annotations

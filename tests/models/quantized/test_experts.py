@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts that are quantised: a layer's in one tensor, or one by one though the family has them in one."""
 
 from __future__ import annotations

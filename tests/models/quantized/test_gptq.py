@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPTQ by the packing that AutoGPTQ and GPTQModel define, written here bit by bit."""
 
 from __future__ import annotations

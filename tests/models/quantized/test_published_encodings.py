@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every encoding but GPTQ's and AWQ's, by its definer's formula: whole, and the shares of two ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrices that the packages of those who define forms have written, beside what these make of them."""
 
 from __future__ import annotations

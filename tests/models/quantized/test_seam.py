@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests that hold for every encoding: the page, other ways to load, and files that contradict themselves."""
 
 from __future__ import annotations

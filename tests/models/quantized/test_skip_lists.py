@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that configs leave in floats, against those that files have in floats."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of tokens that are quantised: they are looked up as the floats that their numbers stand for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Doors of small checkpoints, and images in files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The door: media to files and layouts, within limits, and with errors in words."""
 
 from __future__ import annotations

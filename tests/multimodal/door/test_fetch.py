@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetching: hosts that the operator names, addresses that were checked, and nothing else."""
 
 from __future__ import annotations

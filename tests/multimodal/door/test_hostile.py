@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile files: each is an error in words, or an image, and never a crash; the decoder's memory stays flat."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Directories with a processor's files, and transformers' Pillow processor made from the same options."""
 
 from __future__ import annotations

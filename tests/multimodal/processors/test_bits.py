@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processors against transformers' Pillow backend: equal bits and equal numbers of placeholders, for any image."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plays the engine for a worker with media: encodes items, plans chunks, and takes in tokens."""
 
 from __future__ import annotations

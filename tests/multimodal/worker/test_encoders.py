@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store of embeddings: slices within a budget, and items that cannot be encoded."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that see, in a worker: tokens and logprobs of transformers, and the same bits in any chunks and company."""
 
 from collections.abc import Callable, Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Media of rows: rotary positions as transformers counts them, rows, sight, and what is refused."""
 
 from pathlib import Path

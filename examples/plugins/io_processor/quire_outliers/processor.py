@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts in, and out comes which of them is the odd one."""
 
 from __future__ import annotations

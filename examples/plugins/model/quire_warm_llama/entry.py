@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entry of this package that quire reads at start-up, in processes without torch; it names everything else."""
 
 from __future__ import annotations

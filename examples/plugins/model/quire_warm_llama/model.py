@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The network, made of quire's parts; each is named as the checkpoint names it."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`AnswerParser`: incremental parser that separates content, reasoning and tool calls.
 
 Invariants: the result does not depend on how the text is split into pieces. Invalid calls are returned as the original

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Value grammars for languages other than JSON (Python literals, Gemma, XML elements), and calls of nested elements.
 
 Each tag of a nested element follows a special token, so values need no escapes. Invariant: an object has the properties

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Example answers of a model, rendered by its chat template from a history with a call and reasoning.
 
 Invariant: a template is untrusted code; one that fails has no examples. An example can confirm a format, never exclude

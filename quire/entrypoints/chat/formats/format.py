@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data of a tool-call format and of a reasoning format, used for parsing, writing and constraints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Message-based formats: Harmony (gpt-oss) and Functionary 3.2, with their readers and grammars.
 
 A Harmony answer is a sequence of messages, each with a channel and an optional recipient. Reasoning is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ModelFormat`: a model's answer formats, with the token ids of their markers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Python-style calls, parsed by Python's own parser; only literals are accepted as values."""
 
 from __future__ import annotations

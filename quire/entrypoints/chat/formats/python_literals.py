@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Python literals, parsed by Python's own parser; other expressions are rejected."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table of reasoning formats, named as in vLLM's `--reasoning-parser`, and the counter of reasoning tokens.
 
 Templates are matched in table order, so more specific formats come first.

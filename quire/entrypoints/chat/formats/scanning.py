@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scanners for streamed text: markers, the end of a call, and patterns of unquoted strings; and the events of an
 answer.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection of a model's answer formats, by name or from its chat template."""
 
 from __future__ import annotations

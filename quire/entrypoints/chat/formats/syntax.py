@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Syntaxes of one call: detection, end, parsing, writing and constraint.
 
 Each syntax is data: the literals around name and arguments. Parsers return None for text that is not a valid call.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values written as text between tags (see `TaggedCall`): conversion to JSON by schema, and their constraints.
 
 Invariant: every value that a constraint allows is parsed to one that its schema allows.

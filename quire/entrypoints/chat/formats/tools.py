@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table of tool formats, named as in vLLM's `--tool-call-parser`.
 
 Sources: the chat templates and model cards of each family. Templates are matched in table order, so more specific

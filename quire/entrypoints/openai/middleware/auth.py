@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Middleware for authentication, availability, errors and request ids, HEAD, HTTP metrics and in-flight tracking.
 
 Invariants: every path needs a key except the open ones, decided by the routed path alone; keys are compared in constant

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits on request heads and bodies, and gzip decoding.
 
 Invariant: body bytes are counted while they are read, so a body without a length, or with a false one, uses no more

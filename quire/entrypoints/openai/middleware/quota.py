@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rate limits: a tenant's requests and tokens per minute, and its concurrent requests.
 
 Invariant: limits are counted per tenant over all API processes, and checked before the body is read. Tokens are counted

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenAPI document of one server: operations, request and reply schemas, errors and access."""
 
 from __future__ import annotations
@@ -298,6 +299,11 @@ class Document:
     def facts(self) -> tuple[tuple[str, ...], Access]:
         """Routes and access rules: all that determines the document besides the limits."""
         return tuple(one.name for one in self._described), self._access
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths that the server offers."""
+        return sorted({one.path for one in self._described})
 
     def under(self, limits: ServerLimits) -> Schema:
         """Return the document for these limits; must not be modified."""

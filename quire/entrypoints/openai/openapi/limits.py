@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranges of request fields beyond their types: those of `SamplingParams`, and those of one server.
 
 A rule maps each JSON type of a field to keywords that narrow it. Rules are named like fields; a schema may name another

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Description of a route, beside its code.
 
 OpenAPI 3.1 cannot describe sequences: the schema of a stream's media type is that of one event or line, as tools

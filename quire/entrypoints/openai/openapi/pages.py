@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GET /openapi.json, and /docs, which shows it.
 
 Invariant: the page loads nothing external, neither script nor style sheet: server and users may have no internet

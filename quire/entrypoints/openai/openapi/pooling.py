@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of requests to a pooling model, from what the model supports."""
 
 from __future__ import annotations

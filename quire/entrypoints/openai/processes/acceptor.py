@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distribution of one port's connections over several processes.
 
 Invariant: one process accepts, and hands each connection to the process with the fewest. So none is lost with a process

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between the supervisor process and an API worker, over a pair of connected sockets.
 
 Invariant: messages arrive in the order in which they were sent. The kernel closes the sockets of a process that ends,

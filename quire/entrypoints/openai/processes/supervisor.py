@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Supervisor of a server's API workers, in the first API process, which also serves requests itself.
 
 Invariant: it alone binds the port, owns the cores and handles signals; its exit code is the server's. Each slot of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An API worker process, controlled by the supervisor process, which it never outlives.
 
 It exits when the message socket closes, or else within the two seconds allowed to a core (`Parent`).
@@ -37,7 +38,7 @@ from quire.entrypoints.openai.processes.channel import (
 from quire.entrypoints.openai.processes.supervisor import count_turns
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
-from quire.logging_setup import configure_logging
+from quire.logging_setup import EXIT_FAILED, configure_logging
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.routing.counters import CounterField, CounterSlot, SharedCounters
@@ -76,8 +77,9 @@ class WorkerLifecycle(Lifecycle):
     def _listeners(self) -> list[socket.socket]:
         return []
 
-    def _report_failed_start(self, error: QuireError) -> None:
+    def _report_failed_start(self, error: QuireError) -> int:
         logger.info("the engine could not start: %s", error)
+        return EXIT_FAILED
 
     async def _check_adapters(self) -> None:
         """Skip: the supervisor checks them."""

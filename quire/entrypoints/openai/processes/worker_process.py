@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entry point of an API worker: `python -m quire.entrypoints.openai.processes.worker_process PARENT_PID FD FD FD`.
 
 Invariant: signals to the process group are the supervisor's; they are ignored before any slow import.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP data models: pydantic for requests, msgspec structs for responses."""
 
 from typing import TYPE_CHECKING

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Structured-output fields of a request: OpenAI's, vLLM's, and those of similar servers.
 
 Invariant: each field maps to one of the constraints of `StructuredOutputsParams`; a request has at most one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Relations between request fields as JSON schemas, for the OpenAPI document.
 
 Each relation states what the reader named beside it checks, as alternative forms of the whole request, from which a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Request models of strict pydantic types.
 
 Invariant: a model has exactly the supported fields; `quire.entrypoints.openai.parsing` handles all others, and `notes`

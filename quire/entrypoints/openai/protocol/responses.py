@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Response structs in OpenAI's shapes; UNSET fields are omitted, None is written as null.
 
 The last object of a reply also has `timings`, and `ignored` and `adjusted` unless they are empty (see `notes`).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON schemas of objects in requests that are checked by hand, for the OpenAPI document.
 
 Each schema states exactly what the reader named beside it accepts; null always means absent.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of the Responses API -> fields of a chat request.
 
 Invariant: the server stores no responses, so stateful fields are rejected. Every text of the input is kept, in order.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests, objects and events of the Responses API; None is written as null.
 
 Invariant: `type` comes first in every item and event, and every event has its number in the stream.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /v1/responses
 
 Invariant: a stream's events build the same response as the request without stream. No response is stored.

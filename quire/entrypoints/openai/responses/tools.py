@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tools of the Responses API: mapping between the client's tools and the function names shown to the model.
 
 Invariant: function names are distinct, and every call maps to one tool of the client. Names depend on the tools alone,

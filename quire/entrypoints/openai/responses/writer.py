@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Responses API answers, whole and as events.
 
 Invariant: events are numbered from 0 without gaps. One item is open at a time, and its deltas concatenate to the item

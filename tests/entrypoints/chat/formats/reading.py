@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers read in pieces, for the tests of the formats."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the choice of formats by a template's markers, for each family, in templates of our own."""
 
 from __future__ import annotations

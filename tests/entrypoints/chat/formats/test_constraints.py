@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that are enforced: what a format writes is allowed, and whatever is allowed is read as valid calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers in Harmony that are enforced: what gpt-oss writes is allowed, and what is allowed is read as was asked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of hostile answers: long ones are parsed token by token in linear time."""
 
 from __future__ import annotations

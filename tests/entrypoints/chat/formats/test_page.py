@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documented tables are those of the code."""
 
 from __future__ import annotations

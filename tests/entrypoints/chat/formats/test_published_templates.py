@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published chat templates: an answer that a template writes into a history is read by the formats chosen for it.
 
 A format of calls is chosen for every template that has a place for tools.

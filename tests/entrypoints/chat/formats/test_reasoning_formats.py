@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every reasoning format: what is thought and what is said are told apart, however the answer is cut."""
 
 from __future__ import annotations

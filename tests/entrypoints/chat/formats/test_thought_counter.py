@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens of reasoning are counted, in every format, whatever the model says of markers of calls meanwhile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every tool format: what is written is read again, however it is cut; nothing leaks, is lost, or fails."""
 
 from __future__ import annotations

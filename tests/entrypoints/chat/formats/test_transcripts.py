@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transcripts of every format: read as they should be, and however they are cut."""
 
 from __future__ import annotations

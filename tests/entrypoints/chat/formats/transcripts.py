@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers as models of each format write them, well-formed and not, and what is to be read of them."""
 
 # ruff: noqa: E501  (an answer stands here as its model writes it)
