@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that int4 on load keeps in int8, packed apart from queries and keys."""
 
 from __future__ import annotations
