@@ -89,6 +89,7 @@ class LightningAttention(Module):
             dtype=dtype,
             name=f"{prefix}.lightning_qkv",
             grouped=True,
+            merged=True,
         )
         self.output_gate = Linear(
             in_features=arch.hidden_size,

@@ -180,7 +180,7 @@ class QKVLinear(Linear):
     query. `clip` bounds the outputs. `paired`: each head of the first half belongs to one of the second, and ranks hold
     pairs. With several `blocks` the checkpoint has, in one tensor, that fraction of the queries, the values and the
     keys,
-    then the next of each.
+    then the next of each. `merged`: the outputs are read as one tensor [T, N].
     """
 
     def __init__(
@@ -199,10 +199,12 @@ class QKVLinear(Linear):
         clip: float | None = None,
         paired: bool = False,
         blocks: int = 1,
+        merged: bool = False,
     ) -> None:
         assert not (paired and (grouped or gated or blocks > 1)), "paired heads are stored in plain halves"
         self.clip, self.head_dim, self.parts = clip, head_dim, 2 if paired else 1
         self.blocks = blocks
+        self._values_apart = not (gated or merged)
         heads = Span(num_heads // self.parts, head_dim)
         kv_heads = Span(num_kv_heads // self.parts, head_dim, replicated=True)
         whole = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
@@ -233,12 +235,33 @@ class QKVLinear(Linear):
             return super().pieces(names)
         return super().pieces([name for name in names for _ in range(self.parts)])
 
+    @property
+    def num_value_rows(self) -> int:
+        return self.head_counts[-1] * self.head_dim if self._values_apart else 0
+
     def heads(self, x: Tensor | QuantizedRows, step: StepContext) -> Sequence[Tensor]:
-        """x [T, K] -> views q [T, Hq, D], k and v [T, Hkv, D], and if `gated` gates [T, Hq, D], of one [T, N]."""
-        rows = self(x, step)
+        """x [T, K] -> views q [T, Hq, D], k and v [T, Hkv, D], and if `gated` gates [T, Hq, D]."""
+        if self.packed_values is None or self.adapters is not None:
+            return self._split(self(x, step), self.head_counts)
+        rows, values = self._apart(x)
+        return (*self._split(rows, self.head_counts[:-1]), *self._split(values, self.head_counts[-1:]))
+
+    def _split(self, rows: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
         if self.clip is not None:
             rows = rows.clamp(-self.clip, self.clip)
-        return torch.split_with_sizes(rows.view(x.shape[0], -1, self.head_dim), self.head_counts, 1)
+        return torch.split_with_sizes(rows.view(rows.shape[0], -1, self.head_dim), counts, 1)
+
+    def _apart(self, x: Tensor | QuantizedRows) -> tuple[Tensor, ...]:
+        """Return queries with keys, and values, of a layer that has packed them apart."""
+        matrices = [matrix for matrix in (self.packed, self.packed_values) if matrix is not None]
+        sizes = [matrix.outputs for matrix in matrices]
+        biases = (None, None) if self.bias is None else torch.split_with_sizes(self.bias, sizes)
+        return tuple(
+            ops.packed_linear(x, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)
+        )
+
+    def _product(self, x: Tensor | QuantizedRows, way: RowQuantization | None = None) -> Tensor:
+        return super()._product(x, way) if self.packed_values is None else torch.cat(self._apart(x), 1)
 
 
 class UnbiasedKeyQKVLinear(QKVLinear):

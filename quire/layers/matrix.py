@@ -24,6 +24,7 @@ from quire.layers.shard import WHOLE, Partition, Shard, Span, StackMember
 from quire.layers.slot import Slot, TensorPart, length
 
 _PACKED = "packed."
+_VALUES = "packed_values."
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ class MatrixLayer(Layer):
         self.columns = self._columns(shard if self.partition == "input" else WHOLE)
         self.weight: nn.Parameter | None = None
         self.packed: PackedWeight | None = None
+        self.packed_values: PackedWeight | None = None
+        """Last rows of a QKV layer if its method packs values apart; `packed` has the rows before them."""
         self.input_order: nn.Parameter | None = None
         """int64 [K]: column j of `packed` belongs to input input_order[j]; None: not permuted."""
         self.input_quantization: InputQuantization | None = None
@@ -203,18 +206,32 @@ class MatrixLayer(Layer):
         return self.method.replaced(self, device_type)
 
     def tensors(self) -> dict[str, Tensor]:
-        parts = {} if self.packed is None else self.packed.tensors()
-        return super().tensors() | {_PACKED + name: part for name, part in parts.items()}
+        packed = ((_PACKED, self.packed), (_VALUES, self.packed_values))
+        parts = {
+            prefix + name: part
+            for prefix, weight in packed
+            if weight is not None
+            for name, part in weight.tensors().items()
+        }
+        return super().tensors() | parts
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         for name in self.method.replaced(self, "cpu"):
             setattr(self, name, None)
-        plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PACKED)}
-        parts = {name.removeprefix(_PACKED): tensors[name] for name in tensors.keys() - plain.keys()}
-        super().restore(plain)
-        if parts:
+        packed, values = (
+            {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            for prefix in (_PACKED, _VALUES)
+        )
+        super().restore(
+            {name: each for name, each in tensors.items() if not name.startswith((_PACKED, _VALUES))}
+        )
+        (rows, inputs), apart = self.matrix_shape(), self.num_value_rows if values else 0
+        if packed:
             assert self.packed is None, "a layer is restored once"
-            self.packed = PackedWeight.of(self.method.scheme, self.matrix_shape(), self.halves(), parts)
+            self.packed = PackedWeight.of(self.method.scheme, (rows - apart, inputs), self.halves(), packed)
+        if values:
+            assert self.method.values is not None, "the method that packed them apart"
+            self.packed_values = PackedWeight.of(self.method.values, (apart, inputs), 1, values)
 
     def matrix(self) -> PackedWeight:
         """Return the weight for kernels that read several at once; an unpacked one is in layout "rows"."""
@@ -227,6 +244,8 @@ class MatrixLayer(Layer):
     def unpacked(self) -> Tensor:
         """Return the dequantized finished weight [N, K], columns in input order."""
         weight = reference.unpack_weight(self.matrix()).detach()
+        if self.packed_values is not None:
+            weight = torch.cat((weight, reference.unpack_weight(self.packed_values)))
         return weight if self.input_order is None else weight[:, self.input_order.argsort()]
 
     def adopt(self, weight: Tensor) -> None:
@@ -236,6 +255,11 @@ class MatrixLayer(Layer):
     def matrix_shape(self) -> tuple[int, int]:
         """Return (outputs, inputs) of this rank's shard of the finished weight."""
         return self.num_rows, length(self.columns)
+
+    @property
+    def num_value_rows(self) -> int:
+        """Rows of the rank's shard that a method may pack apart, the last ones: values beside queries and keys."""
+        return 0
 
     @property
     def rearranges(self) -> bool:

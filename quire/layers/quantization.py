@@ -39,6 +39,8 @@ class QuantMethod:
     """True if matmuls take `QuantizedRows`."""
     spans_rows: bool = False
     """True if a scale covers all k of an output, so that a row-parallel rank must read all of them to find it."""
+    values: WeightScheme | None = None
+    """Scheme of the values of a QKV layer, its last rows, if it differs from that of queries and keys."""
 
     def __init__(self, scheme: WeightScheme = FLOAT) -> None:
         self.scheme = scheme
@@ -201,6 +203,27 @@ class Int4(QuantMethod):
 
     def _narrowed(self, packed: PackedWeight, inputs: slice) -> PackedWeight:
         return narrowed(packed, inputs)
+
+
+class Int4FinerValues(Int4):
+    """4-bit quantization of queries and keys at load time; the values of the layer are packed apart, by `values`."""
+
+    def __init__(self, scheme: WeightScheme, values: WeightScheme) -> None:
+        super().__init__(scheme)
+        self.values = values
+
+    def finish(self, layer: MatrixLayer) -> None:
+        assert layer.weight is not None, "a layer is finished once"
+        assert self.values is not None, "set when made"
+        rows = layer.weight.data.tensor_split((layer.num_rows - layer.num_value_rows,))
+        if not self.replaced(layer, layer.weight.device.type):
+            others = method_of(self.values)
+            layer.adopt(torch.cat([self._rounded(layer, rows[0]), others._rounded(layer, rows[1])]))
+            return
+        packed, values = ops.pack_weight(rows[0], self.scheme), ops.pack_weight(rows[1], self.values)
+        for part in (packed, values):
+            _check_scales(layer, part)
+        layer.weight, layer.packed, layer.packed_values = None, packed, values
 
 
 class Fp8(QuantMethod):

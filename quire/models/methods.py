@@ -25,11 +25,12 @@ from quire.layers.base import Layer, device_type
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import QKVLinear
 from quire.layers.matrix import MatrixLayer
-from quire.layers.quantization import Float, QuantMethod, method_of
+from quire.layers.quantization import Float, Int4FinerValues, QuantMethod, method_of
 from quire.layers.quantized.codec import Codec
 from quire.layers.quantized.merged import merged_scheme
 from quire.layers.quantized.method import Encoded, EncodedModule, Packed
 from quire.layers.quantized.table import codec_of
+from quire.layers.shard import Span
 from quire.layers.slot import FLOATS
 from quire.models.base import CausalLM
 from quire.models.tensor_file import TensorFile, TensorInfo
@@ -83,30 +84,41 @@ def _rounding(scheme: WeightScheme, kind: str, config: EngineConfig, device: str
     return method_of(replace(scheme, kind=kind))
 
 
-def _in_eight_bits(model: CausalLM, scheme: WeightScheme) -> set[Layer]:
-    """Return the QKV layers that two-level int4 leaves in int8: the first ones, up to `_MOST_BITS` on average.
+def _with_finer_values(model: CausalLM, config: EngineConfig, scheme: WeightScheme) -> set[Layer]:
+    """Return the QKV layers whose values two-level int4 keeps in int8: the last ones, up to `_MOST_BITS` on average.
 
-    Their error costs most, values' above all, and that of the first layers passes through all others. Sizes are those
-    of the whole model, and slices of one layer (--tp-invariant) count once, so all ranks choose the same.
+    Values are few where heads share them, and their error costs most, in the last layers above all. Sizes are those of
+    the whole model, and slices of one layer (--tp-invariant) count once, so all ranks choose the same. Adapters add to
+    the rows of one matrix: with them, none are kept apart.
     """
-    if not scheme.two_level:
+    if not scheme.two_level or config.lora.enable_lora:
         return set()
+    layers = _rounded_layers(model)
+    four, eight = 4 + 16 / scheme.group_size + 32 / BLOCK, 8 + 16 / scheme.group_size
+    spare = (_MOST_BITS - four) * sum(_size(layer, layer.spans) for layer in layers)
+    chosen: set[Layer] = set()
+    for layer in reversed(layers):
+        if isinstance(layer, QKVLinear) and layer.num_value_rows:
+            spare -= (eight - four) * _size(layer, layer.spans[-layer.parts :])
+            if spare < 0:
+                break
+            chosen.add(layer)
+    return chosen
+
+
+def _rounded_layers(model: CausalLM) -> list[MatrixLayer]:
+    """Return the layers that are rounded like most, each once."""
     layers = {
         tuple(names): layer
         for names, layer in model.checkpoint_layers()
         if isinstance(layer, MatrixLayer) and layer is not model.lm_head and not layer.only_looked_up
     }
-    sizes = {names: sum(span.size for span in layer.spans) * layer.inputs for names, layer in layers.items()}
-    four, eight = 4 + 16 / scheme.group_size + 32 / BLOCK, 8 + 16 / scheme.group_size
-    spare = (_MOST_BITS - four) * sum(sizes.values())
-    chosen: set[Layer] = set()
-    for names, layer in layers.items():
-        if isinstance(layer, QKVLinear):
-            spare -= (eight - four) * sizes[names]
-            if spare < 0:
-                break
-            chosen.add(layer)
-    return chosen
+    return list(layers.values())
+
+
+def _size(layer: MatrixLayer, spans: Sequence[Span]) -> int:
+    """Return the number of weights of all ranks in some spans of a layer."""
+    return layer.inputs * sum(span.size for span in spans)
 
 
 def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
@@ -124,8 +136,8 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     device = device_type(config)
     quantized = _rounding(rounded, asked.quantization, config, device) if asked.quantization else plain
     head = _rounding(rounded, asked.head, config, device) if asked.rounds_head else plain
-    in_eight_bits = _in_eight_bits(model, quantized.scheme)
-    finer = method_of(replace(quantized.scheme, kind="int8", symmetric=True, two_level=False))
+    finer_values = _with_finer_values(model, config, quantized.scheme)
+    eight_bits = replace(quantized.scheme, kind="int8", symmetric=True, two_level=False)
     unmatched = set(asked.ignore)
     encodings = _Encodings(config, rounded)
     methods = []
@@ -138,7 +150,9 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
                 f"--quantization-config: head is {asked.head!r}, but ignore leaves it alone by {min(hits)!r}"
             )
         unmatched -= hits
-        method = plain if hits else head if is_head else finer if layer in in_eight_bits else quantized
+        method = plain if hits else head if is_head else quantized
+        if method is quantized and layer in finer_values:
+            method = Int4FinerValues(quantized.scheme, eight_bits)
         methods.append(encodings.method(layer, names, method))
     if unmatched:
         raise ConfigError(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.layers.base import Layer
+from quire.layers.matrix import MatrixLayer
 from quire.models.base import CausalLM
 from quire.models.bounded_directory import BoundedDirectory
 from quire.models.fingerprint import files_fingerprint
@@ -34,7 +35,7 @@ from quire.version import __version__
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 """Version of the format, to be raised if the same key would stand for other contents."""
 SUFFIX = "safetensors"
 PAGE = 4096
@@ -72,7 +73,7 @@ def packed_key(model: CausalLM, layout: str) -> str:
         "format": (FORMAT, __version__, layout),
         "arch": dataclasses.asdict(dataclasses.replace(config.arch, generation={})),
         "layers": [
-            (names, _shapes(layer), (layer.shard.rank, layer.shard.of))
+            (names, _shapes(layer), (layer.shard.rank, layer.shard.of), _packs_apart(layer))
             for names, layer in model.checkpoint_layers()
         ],
         "quantization": dataclasses.asdict(config.quantization),
@@ -85,6 +86,11 @@ def packed_key(model: CausalLM, layout: str) -> str:
 
 def _shapes(layer: Layer) -> dict[str, tuple[object, ...]]:
     return {name: (_CODES[param.dtype], *param.shape) for name, param in layer.tensors().items()}
+
+
+def _packs_apart(layer: Layer) -> bool:
+    """Return whether a layer's values are packed apart from its queries and keys."""
+    return isinstance(layer, MatrixLayer) and layer.method.values is not None
 
 
 def _state(path: Path) -> tuple[int, ...]:

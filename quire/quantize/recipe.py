@@ -9,7 +9,7 @@ from pathlib import Path
 from quire.errors import ConfigError
 from quire.quantize.grid import Grid
 
-METHODS = ("rtn", "gptq", "awq")
+METHODS = ("rtn", "gptq", "awq", "awq-gptq")
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Recipe:
             raise ConfigError(f"--method must be one of {', '.join(METHODS)}, got {self.method!r}")
         if self.calibration is not None and not self.calibrates:
             raise ConfigError("--calibration means nothing with --method rtn, which looks at weights alone")
-        if self.act_order is not None and self.method != "gptq":
+        if self.act_order is not None and not self.compensates:
             raise ConfigError(
-                f"--act-order means nothing with --method {self.method}: it is the order of gptq"
+                f"--act-order means nothing with --method {self.method}: it is the order of gptq and awq-gptq"
             )
 
     @property
@@ -39,6 +39,16 @@ class Recipe:
         return self.method != "rtn"
 
     @property
+    def folds(self) -> bool:
+        """True if scales of inputs are folded into their producers before weights are rounded."""
+        return self.method in ("awq", "awq-gptq")
+
+    @property
+    def compensates(self) -> bool:
+        """True if later inputs compensate the error of rounding earlier ones."""
+        return self.method in ("gptq", "awq-gptq")
+
+    @property
     def orders(self) -> bool:
-        """True if gptq rounds large inputs first."""
-        return self.method == "gptq" and self.act_order is not False
+        """True if large inputs are rounded first."""
+        return self.compensates and self.act_order is not False

@@ -65,7 +65,7 @@ def quantize_checkpoint(config: EngineConfig, recipe: Recipe, output: Path) -> G
             names = [site.modules for site in members if site.layer.takes_adapters]
             inputs = {} if calibration is None else calibration.inputs_of(names, "Calibrating")
             replaced = _round(members, inputs, tensors, recipe, writer, weights, progress)
-            if calibration is not None and recipe.method == "gptq":
+            if calibration is not None and not recipe.folds:
                 for site in members:
                     calibration.replace(site.modules, replaced)
         progress.close()
@@ -108,7 +108,7 @@ def _round(
     progress: Progress,
 ) -> dict[str, Tensor]:
     """Quantize and write the weights of some sites; return their dequantized values."""
-    scales = _fold_scales(members, inputs, tensors, recipe, weights) if recipe.method == "awq" else {}
+    scales = _fold_scales(members, inputs, tensors, recipe, weights) if recipe.folds else {}
     results: dict[str, Tensor] = {}
     stands_for: dict[str, Tensor] = {}
     for site in members:
@@ -167,7 +167,7 @@ def _gptq(weight: Tensor, inputs: InputStatistics | None, recipe: Recipe) -> tup
     return gptq(weight, inputs.gram / inputs.num_rows, recipe.grid, act_order=recipe.orders)
 
 
-ROUNDINGS: Mapping[str, Rounding] = {"rtn": _rtn, "gptq": _gptq, "awq": _rtn}
+ROUNDINGS: Mapping[str, Rounding] = {"rtn": _rtn, "gptq": _gptq, "awq": _rtn, "awq-gptq": _gptq}
 """Rounding functions by the names of `recipe.METHODS`; without statistics, all of them round to nearest."""
 
 

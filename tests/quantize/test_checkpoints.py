@@ -183,7 +183,7 @@ def test_mistakes_are_reported_and_leave_no_files(
             {"grid": Grid(4, 128)},
             r"--group-size 128 does not divide model.layers.0.self_attn.q_proj \(64 inputs\)",
         ),
-        ({"method": "magic"}, "--method must be one of rtn, gptq, awq"),
+        ({"method": "magic"}, "--method must be one of rtn, gptq, awq, awq-gptq"),
         ({"method": "gptq", "calibration": empty}, "holds no text"),
         ({"calibration": empty}, "--calibration means nothing with --method rtn"),
         ({"act_order": False}, "--act-order means nothing"),

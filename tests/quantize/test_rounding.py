@@ -78,8 +78,12 @@ def test_calibration_lowers_the_error_of_outputs(grid: Grid) -> None:
     scales = best_scales(weight, inputs, grid)
     finer = grid.steps(weight * scales, inputs.divided(scales).importance)
     of_awq = output_error(weight, grid.weights(grid.codes(weight * scales, finer), finer) / scales, inputs)
+    of_both = output_error(
+        weight, grid.weights(*gptq(weight * scales, inputs.divided(scales).gram, grid)) / scales, inputs
+    )
     assert of_awq < 0.8 * plain
     assert of_gptq < 0.5 * plain
+    assert of_both < 0.8 * of_gptq
 
 
 @pytest.mark.parametrize("small", [False, True])

@@ -44,7 +44,7 @@ BOUNDS: dict[str, dict[str, float]] = {
         "int8": 1.9,
         "int8 precise": 1.2,
         "int8 per output": 2.6,
-        "int4": 3.0,
+        "int4": 2.6,
         "int4 precise": 2.0,
         "int4-plain": 16.5,
         "bf16, int8 cache": 1.5,
@@ -78,13 +78,19 @@ def test_formats_keep_the_probabilities_of_a_text(
         assert measured == sorted(measured), found
 
 
-def test_int8_embeddings_point_where_those_in_floats_do(real: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(("quantization", "least"), [("int8", 0.999), ("int4", 0.96)])
+def test_rounded_embeddings_point_where_those_in_floats_do(
+    quantization: str, least: float, real: Callable[[str], Path]
+) -> None:
+    """The weights are the floats that were trained, which lie on no grid."""
     texts = [part for part in TEXT.split("\n\n") if len(part.split()) > 8][:40]
     floats, rounded = (
         embeddings(real("minilm"), texts, **options)
-        for options in ({"dtype": "float32"}, {"quantization": "int8"})
+        for options in ({"dtype": "float32"}, {"quantization": quantization})
     )
-    assert float((floats * rounded).sum(-1).min()) >= 0.999
+    cosines = (floats * rounded).sum(-1)
+    print(float(cosines.min()), float(cosines.mean()))
+    assert float(cosines.min()) >= least
 
 
 def probabilities(model: Path, chunks: list[list[int]], **options: Any) -> torch.Tensor:

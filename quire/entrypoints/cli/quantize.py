@@ -12,7 +12,7 @@ PATH = click.Path(path_type=Path)
 
 @click.command()
 @click.argument("model")
-@click.option("--method", required=True, metavar="rtn|gptq|awq", help="Quantization algorithm.")
+@click.option("--method", required=True, metavar="rtn|gptq|awq|awq-gptq", help="Quantization algorithm.")
 @click.option("--output", type=PATH, required=True, help="A new directory for the checkpoint.")
 @click.option(
     "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits per weight."
@@ -28,13 +28,15 @@ PATH = click.Path(path_type=Path)
     "--symmetric/--asymmetric", default=True, show_default=True, help="Without or with zero points."
 )
 @click.option(
-    "--act-order/--no-act-order", default=None, help="gptq: large inputs first.  [default: act-order]"
+    "--act-order/--no-act-order",
+    default=None,
+    help="gptq, awq-gptq: large inputs first.  [default: act-order]",
 )
 @click.option(
     "--calibration",
     type=PATH,
     metavar="FILE",
-    help="Texts for gptq and awq.  [default: a text in the package]",
+    help="Texts for all but rtn.  [default: a text in the package]",
 )
 @click.option(
     "--num-sequences",
@@ -68,7 +70,8 @@ def quantize(
 ) -> None:
     """Quantise the linear layers of MODEL and write it in the layout of compressed-tensors.
 
-    rtn rounds to nearest with searched scales; gptq and awq use the layers' inputs on calibration texts.
+    rtn rounds to nearest with searched scales; gptq, awq and awq-gptq use the layers' inputs on calibration
+    texts.
     """
     from quire.engine.client import openmp_spin_count
 

@@ -129,6 +129,7 @@ class Encoded(QuantMethod):
         self._packed = packed
         self.quantizes_rows = kept.quantizes_rows
         self.spans_rows = kept.spans_rows
+        self.values = kept.values
 
     @property
     def input_unit(self) -> int:
