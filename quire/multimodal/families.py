@@ -15,18 +15,25 @@ class Family:
     Args:
         processor: subclass of `quire.multimodal.processors.base.Processor`; numpy and Pillow only.
         tower: computes embeddings from the processor's arrays; empty if none is implemented.
-        images: how an image becomes placeholders, for the docs.
+        images, videos: how one becomes placeholders, for the docs; empty: the family takes none.
     """
 
     processor: str
     tower: str = ""
     images: str = ""
+    videos: str = ""
 
 
 _PROCESSORS = "quire.multimodal.processors"
 _TOWERS = "quire.multimodal.towers"
-_QWEN = f"{_PROCESSORS}.qwen_vl:QwenVLProcessor"
 _QWEN_IMAGES = "one run of rows x columns / 4 patches, between vision markers"
+_QWEN_VIDEOS = "one run over pairs of frames"
+_QWEN3 = Family(
+    f"{_PROCESSORS}.qwen_video:Qwen3VLProcessor",
+    f"{_TOWERS}.qwen_vl:Qwen3VLTower",
+    images=_QWEN_IMAGES,
+    videos="a run for each pair of frames, after its time",
+)
 _TILES = "tiles with markers of row and column, the whole image last"
 
 FAMILIES: dict[str, Family] = {
@@ -53,15 +60,21 @@ FAMILIES: dict[str, Family] = {
         f"{_TOWERS}.pixtral:Mistral3Tower",
         images="rows of patches, each ended by a break token",
     ),
-    "Qwen2VLForConditionalGeneration": Family(_QWEN, f"{_TOWERS}.qwen_vl:QwenVLTower", images=_QWEN_IMAGES),
+    "Qwen2VLForConditionalGeneration": Family(
+        f"{_PROCESSORS}.qwen_video:Qwen2VLProcessor",
+        f"{_TOWERS}.qwen_vl:QwenVLTower",
+        images=_QWEN_IMAGES,
+        videos=_QWEN_VIDEOS,
+    ),
     "Qwen2_5_VLForConditionalGeneration": Family(
-        _QWEN, f"{_TOWERS}.qwen_vl:Qwen25VLTower", images=_QWEN_IMAGES
+        f"{_PROCESSORS}.qwen_video:Qwen25VLProcessor",
+        f"{_TOWERS}.qwen_vl:Qwen25VLTower",
+        images=_QWEN_IMAGES,
+        videos=_QWEN_VIDEOS,
     ),
-    "Qwen3VLForConditionalGeneration": Family(_QWEN, f"{_TOWERS}.qwen_vl:Qwen3VLTower", images=_QWEN_IMAGES),
-    "Qwen3_5ForConditionalGeneration": Family(_QWEN, f"{_TOWERS}.qwen_vl:Qwen3VLTower", images=_QWEN_IMAGES),
-    "Qwen3_5MoeForConditionalGeneration": Family(
-        _QWEN, f"{_TOWERS}.qwen_vl:Qwen3VLTower", images=_QWEN_IMAGES
-    ),
+    "Qwen3VLForConditionalGeneration": _QWEN3,
+    "Qwen3_5ForConditionalGeneration": _QWEN3,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3,
     "SmolVLMForConditionalGeneration": Family(
         f"{_PROCESSORS}.idefics3:Idefics3Processor", f"{_TOWERS}.vit:Idefics3Tower", images=_TILES
     ),
