@@ -117,7 +117,9 @@ def rope_positions(
             continue
         frames, rows, columns = item.grid
         each = frames if len(item.runs) == 1 else 1
-        interval = np.float32(item.seconds_per_frame) * np.float32(tokens_per_second if item.kind == "video" else 0)
+        interval = np.float32(item.seconds_per_frame) * np.float32(
+            tokens_per_second if item.kind == "video" else 0
+        )
         of_frames = (np.arange(each, dtype=np.float32) * (interval or np.float32(1))).astype(np.int64)
         places = np.meshgrid(of_frames, np.arange(rows), np.arange(columns), indexing="ij")
         for first, last in item.runs:
@@ -126,7 +128,7 @@ def rope_positions(
             found[:, first:last] = after + np.stack(places).reshape(AXES, -1)
             after, done = after + max(rows, columns), last
     found[:, done:] = after + np.arange(num_tokens - done)
-    return found, int(found.max(initial=-1)) + 1 - num_tokens
+    return found, after - done
 
 
 class _RowMedia(NamedTuple):

@@ -1,7 +1,7 @@
 """Videos of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: pairs of frames in patches.
 
-Papers: Qwen2-VL (2409.12191), Qwen2.5-VL (2502.13923). A video of the first two is one run of placeholders; Qwen3-VL has a
-run for each pair of frames, after its time as text.
+Papers: Qwen2-VL (2409.12191), Qwen2.5-VL (2502.13923). A video of the first two is one run of placeholders; Qwen3-VL has
+a run for each pair of frames, after its time as text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quire.errors import ValidationError
 from quire.models.json_object import JsonObject
-from quire.multimodal.processors.base import Placeholders, Prepared, Size
+from quire.multimodal.processors.base import Arrays, Placeholders, Prepared, Size
 from quire.multimodal.processors.files import ProcessorFiles
 from quire.multimodal.processors.pixels import BICUBIC, CLIP_MEAN, CLIP_STD, HALVES, PIXELS, TABLE
 from quire.multimodal.processors.qwen_vl import PATCH, QwenVLProcessor, rounded_size
@@ -67,7 +67,7 @@ class Qwen2VLVideos(VideoProcessor):
             raise too_short(count, facts)
         step = total / count
         places = np.arange(math.ceil(total / step)) * step
-        return places.astype(np.float32).astype(np.int64).tolist()
+        return list(map(int, places.astype(np.float32)))
 
     def _size(self, clip: Clip, video: JsonObject) -> Size:
         least, most = self._limits(video)
@@ -90,7 +90,7 @@ class Qwen2VLVideos(VideoProcessor):
         rows, columns = (side // self._factor for side in pixels.shape[1:3])
         patch = np.array([self._patch, self._merge, self._frames], np.int64)
         text, runs = self._placeholders(clip, frames, rows * columns)
-        arrays = {PIXELS: pixels, TABLE: self._table, PATCH: patch}
+        arrays: Arrays = {PIXELS: pixels, TABLE: self._table, PATCH: patch}
         seconds = self._seconds(clip)
         return Prepared(arrays, text, runs, grid=(frames, rows, columns), seconds_per_frame=seconds)
 
@@ -127,7 +127,7 @@ class Qwen3VLVideos(Qwen2VLVideos):
         if count is None:
             count = int(total / (facts.fps or USUAL_FPS) * (fps or ENCODED_FPS))
             count = min(max(count, least), most, total)
-        return np.linspace(0, total - 1, count).round().astype(int).tolist()
+        return list(map(int, np.linspace(0, total - 1, count).round()))
 
     def _size(self, clip: Clip, video: JsonObject) -> Size:
         count, unit, factor = len(clip.indices), self._frames, self._factor

@@ -143,4 +143,5 @@ def fused_table(image: JsonObject, mean: tuple[float, ...], std: tuple[float, ..
     scale = np.float32(1.0 / image.number("rescale_factor", FACTOR))
     scaled_means, scaled_stds = (np.array(values, np.float32) * scale for values in (means, stds))
     values = np.arange(256, dtype=np.float32)
-    return (values - scaled_means[:, None]) / scaled_stds[:, None]
+    table: NDArray[np.float32] = (values - scaled_means[:, None]) / scaled_stds[:, None]
+    return table

@@ -1,7 +1,7 @@
 """Interface of processors of videos: frames to sample, and frames to arrays and placeholders.
 
-Invariant: frames come and are resized one at a time, so a video never is in memory in its own size. Arrays hold uint8 pixels after resizing. Pixels and frames are those of transformers' video processors, which run on
-torchvision.
+Invariant: frames come and are resized one at a time, so a video never is in memory in its own size. Arrays hold uint8
+pixels after resizing. Pixels and frames are those of transformers' video processors, which run on torchvision.
 """
 
 from __future__ import annotations

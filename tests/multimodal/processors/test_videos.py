@@ -68,7 +68,9 @@ class Oracle:
     def sampled(self, facts: VideoFacts, **options: Any) -> list[int]:
         metadata = SimpleNamespace(total_num_frames=facts.num_frames, fps=facts.fps or None)
         found = self.kind.sample_frames(self.me, metadata, **options)
-        return [min(int(index), facts.num_frames - 1) for index in found]  # theirs may be one too high, an error
+        return [
+            min(int(index), facts.num_frames - 1) for index in found
+        ]  # theirs may be one too high, an error
 
     def pixels(self, frames: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return `pixel_values_videos` of these frames."""
