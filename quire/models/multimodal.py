@@ -96,6 +96,8 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
 }
 """Language models by `model_type`. In text, the three position ids of Qwen's vision models are equal."""
 
+_LLAVA_NEXT = ("vision_tower", "multi_modal_projector", "image_newline")
+
 WRAPPERS: dict[str, Wrapper] = {
     row.architecture: row
     for row in (
@@ -118,6 +120,8 @@ WRAPPERS: dict[str, Wrapper] = {
             ("vision_model", "multi_modal_projector"),
         ),
         Wrapper("LlavaForConditionalGeneration", "LLaVA 1.5, Pixtral 12B in the form of transformers"),
+        Wrapper("LlavaNextForConditionalGeneration", "LLaVA 1.6", _LLAVA_NEXT),
+        Wrapper("LlavaOnevisionForConditionalGeneration", "LLaVA-OneVision", _LLAVA_NEXT),
         Wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2, Magistral, Ministral 3"),
         Wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", ("visual",)),
         Wrapper("Qwen2VLForConditionalGeneration", "Qwen 2 VL", ("visual",)),

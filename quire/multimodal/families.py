@@ -55,6 +55,17 @@ FAMILIES: dict[str, Family] = {
         f"{_TOWERS}.vit:LlavaTower",
         images="one run of fixed length; rows with breaks for Pixtral",
     ),
+    "LlavaNextForConditionalGeneration": Family(
+        f"{_PROCESSORS}.llava_next:LlavaNextProcessor",
+        f"{_TOWERS}.llava_next:LlavaNextTower",
+        images="one run: the whole image, then its tiles in rows",
+    ),
+    "LlavaOnevisionForConditionalGeneration": Family(
+        f"{_PROCESSORS}.llava_next:LlavaOnevisionProcessor",
+        f"{_TOWERS}.llava_next:LlavaOnevisionTower",
+        images="one run: the whole image, then its tiles in rows",
+        videos="one run over pooled frames",
+    ),
     "Mistral3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.pixtral:PixtralProcessor",
         f"{_TOWERS}.pixtral:Mistral3Tower",

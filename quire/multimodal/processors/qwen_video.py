@@ -1,7 +1,7 @@
 """Videos of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: pairs of frames in patches.
 
-Papers: Qwen2-VL (2409.12191), Qwen2.5-VL (2502.13923). A video of the first two is one run of placeholders; Qwen3-VL has
-a run for each pair of frames, after its time as text.
+Papers: Qwen2-VL (2409.12191), Qwen2.5-VL (2502.13923). A video of the first two is one run of placeholders; Qwen3-VL
+has a run for each pair of frames, after its time as text.
 """
 
 from __future__ import annotations

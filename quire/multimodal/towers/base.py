@@ -118,8 +118,8 @@ class Tower(CausalLM):
         """See `CausalLM.checkpoint_layers`."""
         for module in self.modules():
             if isinstance(module, Layer):
-                at, _, leaf = module.name.rpartition(".")
-                yield [f"{at}.{part}" for part in _MERGED.get(leaf, (leaf,))], module
+                at, dot, leaf = module.name.rpartition(".")
+                yield [f"{at}{dot}{part}" for part in _MERGED.get(leaf, (leaf,))], module
 
     def leaves_out(self, tensor_name: str) -> bool:
         """Return whether a tensor is the language model's, or one that the tower does not compute with."""

@@ -200,7 +200,7 @@ BAD = {
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
         "'input_audio', which is",
     ),
-    "audio": ({"type": "audio_url", "audio_url": {"url": URL}}, "'audio_url', which is not supported"),
+    "audio url": ({"type": "audio_url", "audio_url": {"url": URL}}, "'audio_url', which is not supported"),
     "video": ({"type": "video_url", "video_url": {"url": URL}}, "'image/png', which is no video"),
     "frames": ({"type": "video", "video": URL}, "'video', which is not supported"),
     "input video": ({"type": "input_video", "input_video": {"data": "@@"}}, "not valid base64"),

@@ -14,6 +14,7 @@ from quire.errors import ValidationError
 from quire.multimodal.arrays import read_arrays
 from quire.multimodal.door import door as door_module
 from quire.multimodal.door.door import MediaDoor
+from quire.multimodal.door.layout import PreparedItem
 from quire.multimodal.door.parts import MediaPart
 from quire.multimodal.processors.video import VideoFacts
 from tests.multimodal.door.doors import data_url, door_of, encoded, picture
@@ -61,9 +62,18 @@ async def test_every_format_is_read(door: MediaDoor, container: str, codec: str)
     assert item.layout.text.startswith("<0.")
 
 
-async def test_frames_of_a_file_are_those_that_av_decodes(door: MediaDoor, tmp_path: Path) -> None:
+@pytest.fixture(name="path")
+def _path(tmp_path: Path) -> Path:
     path = tmp_path / "film.mp4"
     path.write_bytes(film(drawn_frames(9), 4))
+    return path
+
+
+def content_of(item: PreparedItem) -> bytes:
+    return Path(item.path).read_bytes()
+
+
+async def test_frames_of_a_file_are_those_that_av_decodes(door: MediaDoor, path: Path) -> None:
     (item,) = (await door.admit([part(str(path))])).items
     with av.open(str(path)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
@@ -71,7 +81,7 @@ async def test_frames_of_a_file_are_those_that_av_decodes(door: MediaDoor, tmp_p
     assert videos is not None
     clip = videos.sample(VideoFacts(9, (48, 64), 4.0), {})
     want = videos.prepare(clip, (frames[index] for index in clip.indices), {})
-    found = read_arrays(Path(item.path).read_bytes())
+    found = read_arrays(content_of(item))
     assert {name: array.tobytes() for name, array in found.items()} == {
         name: array.tobytes() for name, array in want.arrays.items()
     }
@@ -103,7 +113,7 @@ async def test_arrays_images_and_pairs_are_taken(door: MediaDoor) -> None:
     ]
     assert [len(item.layout.runs) for item in items] == [4] * 4
     assert [item.layout.text[:5] for item in items] == ["<0.0 ", "<0.0 ", "<0.0 ", "<0.2 "]
-    contents = [Path(item.path).read_bytes() for item in items]
+    contents = list(map(content_of, items))
     assert contents[0] == contents[1] == contents[2]
     assert len({item.digest for item in items}) == 3
 

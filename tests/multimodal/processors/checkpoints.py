@@ -61,6 +61,8 @@ def _pil(module: str, name: str) -> Callable[[], Any]:
 _CLIP = {"model_type": "clip_vision_model", "image_size": 42, "patch_size": 14}
 _QWEN = {"size": {"shortest_edge": 3136, "longest_edge": 28 * 28 * 40}}
 
+_PINPOINTS = [[42 * rows, 42 * columns] for rows in range(1, 5) for columns in range(1, 5)]
+
 CASES: dict[str, Case] = {
     "llava": Case(
         "LlavaForConditionalGeneration",
@@ -102,6 +104,28 @@ CASES: dict[str, Case] = {
             "vision_config": {**_CLIP, "model_type": "siglip_vision_model"},
             "vision_feature_select_strategy": "full",
         },
+    ),
+    "llava-next": Case(
+        "LlavaNextForConditionalGeneration",
+        _pil("llava_next", "LlavaNextImageProcessorPil"),
+        {
+            "size": {"shortest_edge": 42},
+            "crop_size": {"height": 42, "width": 42},
+            "image_grid_pinpoints": [[42, 84], [84, 42], [84, 84], [126, 42], [42, 126]],
+        },
+        {"vision_config": _CLIP},
+        ratio=40,
+    ),
+    "llava-onevision": Case(
+        "LlavaOnevisionForConditionalGeneration",
+        _pil("llava_onevision", "LlavaOnevisionImageProcessorPil"),
+        {"size": {"height": 42, "width": 42}, "image_grid_pinpoints": _PINPOINTS},
+        {
+            "vision_config": {**_CLIP, "model_type": "siglip_vision_model"},
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_4",
+        },
+        ratio=40,
     ),
     "qwen2-vl": Case(
         "Qwen2_5_VLForConditionalGeneration", _pil("qwen2_vl", "Qwen2VLImageProcessorPil"), _QWEN, ratio=200

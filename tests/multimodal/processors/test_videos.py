@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from transformers.video_utils import default_sample_indices_fn
 
 from quire.errors import ValidationError
 from quire.multimodal.processors.base import Prepared, Processor
-from quire.multimodal.processors.pixels import BICUBIC, BILINEAR
+from quire.multimodal.processors.pixels import BICUBIC, BILINEAR, CLIP_MEAN, CLIP_STD
 from quire.multimodal.processors.resampling import resampled
 from quire.multimodal.processors.video import VideoFacts
 from tests.fixtures.torchvision_modules import import_on_torchvision
@@ -227,3 +228,26 @@ def test_options_are_those_of_their_kind(tmp_path: Path) -> None:
         processor.checked_options({"videos_kwargs": {"pages": 1}})
     with pytest.raises(ValidationError, match=r"images_kwargs has 'fps'"):
         processor.checked_options({"images_kwargs": {"fps": 1}}, "video")
+
+
+def test_frames_of_onevision_are_those_of_transformers(tmp_path: Path) -> None:
+    processor = CASES["llava-onevision"].read(tmp_path)
+    videos = processor.videos
+    assert videos is not None
+    for total, fps, options in (
+        (7, 30.0, {"num_frames": 3}),
+        (90, 24.0, {"fps": 2}),
+        (200, 25.0, {"num_frames": 32}),
+    ):
+        found = videos.sample(VideoFacts(total, (9, 9), fps), options)
+        metadata = SimpleNamespace(total_num_frames=total, fps=fps)
+        assert list(found.indices) == default_sample_indices_fn(metadata, **options).tolist()
+    frames = noise(5, (33, 50))
+    made = prepared(processor, frames)
+    values = resized_by_torch(torch.from_numpy(frames).permute(0, 3, 1, 2), (42, 42), "bicubic")
+    mean, std = (torch.tensor(one) * 255.0 for one in (CLIP_MEAN, CLIP_STD))
+    want = (values.to(torch.float32) - mean[:, None, None]) / std[:, None, None]
+    assert (
+        processor.floats(made.arrays)["pixel_values_videos"].tobytes() == want.contiguous().numpy().tobytes()
+    )
+    assert made.runs[0].pieces == (("<video>", 5 * 4 + 1),)
