@@ -1,8 +1,8 @@
 """Decoding of untrusted videos with PyAV, in a process that may crash.
 
 Invariant: the container is one of `CONTAINERS`, by its first bytes, and its codec one of `CODECS`; nothing that a file
-names is opened. Frames are decoded one at a time, and the number and the size of those that are read are checked before.
-A file's statements about its length are not trusted: packets are counted.
+names is opened. Frames are decoded one at a time, after their number and size were checked. A file's statements about
+its length are not trusted: packets are counted.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class LlavaOnevisionVideos(VideoProcessor):
 
     def __init__(self, files: ProcessorFiles, patches: int) -> None:
         super().__init__(files, CLIP_MEAN, CLIP_STD, BICUBIC)
-        self._each = -((-patches // 2) ** 2)
+        self._each = ((patches + 1) // 2) ** 2
 
     def _sampled(self, facts: VideoFacts, video: JsonObject) -> list[int]:
         count, fps = counts_of(video)

@@ -76,7 +76,7 @@ def test_rope_positions_of_images_equal_those_of_transformers(name: str) -> None
         ids += [7, 8, 9]
     tokens = torch.tensor([ids])
     full = torch.tensor([[frames, 2 * rows, 2 * columns] for frames, rows, columns in grids])
-    want, _ = model.model.get_rope_index(
+    want, deltas = model.model.get_rope_index(
         tokens, mm_token_type_ids=(tokens == IMAGE_TOKEN).int(), image_grid_thw=full
     )
     got, delta = rope_positions(len(ids), media)
@@ -92,7 +92,7 @@ def test_rope_positions_of_a_video_count_its_seconds() -> None:
         model = transformers.Qwen2_5_VLForConditionalGeneration(family.config())
     ids = torch.tensor([[5] + [IMAGE_TOKEN + 1] * 12 + [6, 7]])
     rate = family.config().vision_config.tokens_per_second
-    want, deltas = model.model.get_rope_index(
+    want, _ = model.model.get_rope_index(
         ids,
         mm_token_type_ids=2 * (ids == IMAGE_TOKEN + 1).int(),
         video_grid_thw=torch.tensor([[3, 4, 4]]),
