@@ -83,7 +83,7 @@ def test_a_video_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> 
     (output,) = llm.generate(prompt, params, use_tqdm=False)
     llm.shutdown()
     ids, tokens = list(output.prompt_token_ids or []), list(output.outputs[0].token_ids)
-    assert ids.count(VIDEO_TOKEN) > ids.count(IMAGE_TOKEN) > 1
+    assert min(ids.count(VIDEO_TOKEN), ids.count(IMAGE_TOKEN)) > 1
     with torch.inference_mode():
         more = inputs_of(name, tmp_path, frames, image, ids + tokens)
         logits = model(input_ids=torch.tensor([ids + tokens]), **more, use_cache=False).logits[0].float()
