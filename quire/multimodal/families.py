@@ -50,6 +50,11 @@ FAMILIES: dict[str, Family] = {
         f"{_TOWERS}.vit:InternVLTower",
         images="one run over up to 12 tiles and a thumbnail",
     ),
+    "Llama4ForConditionalGeneration": Family(
+        f"{_PROCESSORS}.llama4:Llama4Processor",
+        f"{_TOWERS}.llama4:Llama4Tower",
+        images="a run for each of up to 16 tiles with separators, the whole image last",
+    ),
     "LlavaForConditionalGeneration": Family(
         f"{_PROCESSORS}.llava:LlavaProcessor",
         f"{_TOWERS}.vit:LlavaTower",

@@ -58,12 +58,23 @@ def _pil(module: str, name: str) -> Callable[[], Any]:
     return load
 
 
+def _on_torchvision() -> Any:
+    """Stand for a class that cannot be made without torchvision; a test of its own has other means."""
+    return None
+
+
 _CLIP = {"model_type": "clip_vision_model", "image_size": 42, "patch_size": 14}
 _QWEN = {"size": {"shortest_edge": 3136, "longest_edge": 28 * 28 * 40}}
 
 _PINPOINTS = [[42 * rows, 42 * columns] for rows in range(1, 5) for columns in range(1, 5)]
 
 CASES: dict[str, Case] = {
+    "llama4": Case(
+        "Llama4ForConditionalGeneration",
+        _on_torchvision,
+        {"size": {"height": 28, "width": 28}},
+        {"vision_config": {"patch_size": 14}},
+    ),
     "llava": Case(
         "LlavaForConditionalGeneration",
         _pil("clip", "CLIPImageProcessorPil"),

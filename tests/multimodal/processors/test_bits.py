@@ -37,7 +37,7 @@ def drawn(size: tuple[int, int], mode: str, seed: int) -> Image.Image:
     return image.convert(mode)
 
 
-@pytest.fixture(scope="module", params=sorted(CASES))
+@pytest.fixture(scope="module", params=sorted(CASES.keys() - {"llama4"}))
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
