@@ -139,7 +139,8 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
         unmatched -= hits
         method = plain if hits else head if is_head else finer if layer in in_eight_bits else quantized
         methods.append(encodings.method(layer, names, method))
-    if unmatched:
+    # A pattern may name layers of a checkpoint's other part, whose loading checks it.
+    if unmatched := {pattern for pattern in unmatched if not model.leaves_out(pattern)}:
         raise ConfigError(
             f"--quantization-config: ignore names {sorted(unmatched)[0]!r}, which no layer bears"
         )

@@ -14,6 +14,7 @@ from quire.multimodal.processors.base import Size
 
 RATIO = 1.1
 MAX_PINPOINTS = 1024
+MAX_SIDE = 2**14
 
 
 def pinpoints_of(config: JsonObject, usual: Sequence[Size]) -> tuple[Size, ...]:
@@ -25,13 +26,15 @@ def pinpoints_of(config: JsonObject, usual: Sequence[Size]) -> tuple[Size, ...]:
     given: Any = config.get("image_grid_pinpoints")
     if given is None:
         return tuple(usual)
-    is_list = isinstance(given, list) and 0 < len(given) <= MAX_PINPOINTS
-    pairs = given if is_list else [None]
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs) or not all(
-        type(side) is int and 0 < side <= 2**14 for pair in pairs for side in pair
-    ):
+    is_right = isinstance(given, list) and 0 < len(given) <= MAX_PINPOINTS and all(map(_is_size, given))
+    if not is_right:
         raise config.wrong("image_grid_pinpoints", f"a list of at most {MAX_PINPOINTS} pairs of sides")
     return tuple((height, width) for height, width in given)
+
+
+def _is_size(pair: Any) -> bool:
+    is_pair = isinstance(pair, list) and len(pair) == 2
+    return is_pair and all(type(side) is int and 0 < side <= MAX_SIDE for side in pair)
 
 
 def best_resolution(size: Size, pinpoints: Sequence[Size]) -> Size:

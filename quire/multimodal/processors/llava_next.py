@@ -52,7 +52,8 @@ from quire.multimodal.processors.pixels import (
 from quire.multimodal.processors.video import Clip, VideoFacts, VideoProcessor, counts_of, too_short
 
 NEXT_PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
-ONEVISION_PINPOINTS = tuple(product(range(384, 2305, 384), repeat=2))
+_SIDES = range(384, 2305, 384)
+ONEVISION_PINPOINTS: tuple[Size, ...] = tuple(product(_SIDES, _SIDES))
 SIZES = "image_sizes"
 ENCODED_FRAMES = (
     32  # Of a file, where neither the checkpoint nor the request says, as in the model's training.

@@ -175,8 +175,8 @@ class VisionTransformer(nn.Module):
     def slices(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """pixels [t, 3, rows, columns] -> [t, n, C], or with several `reads` [t, n, C * reads]."""
         embedded = []
-        for tile in pixels.split(1):
-            embedded.append(self._embedded(tile))
+        for tile in pixels:
+            embedded.append(self._embedded(tile[None]))
             yield
         x = torch.cat(embedded)
         tiles, per_tile, _ = x.shape
