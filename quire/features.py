@@ -12,6 +12,17 @@ CORE_FEATURES = {
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
 
+SERVER_FEATURES = {
+    "speech": "quire.speech.routes:FEATURE",
+    "responses": "quire.entrypoints.openai.responses.routes:FEATURE",
+    "pooling": "quire.pooling.server.feature:FEATURE",
+    "ollama": "quire.entrypoints.ollama.routes:FEATURE",
+    "anthropic": "quire.entrypoints.anthropic.messages:FEATURE",
+    "sleep": "quire.sleep.routes:FEATURE",
+    "lora": "quire.lora.server.routes:FEATURE",
+}
+"""Feature -> `quire.entrypoints.openai.families:ServerFeature`, in the order of the OpenAPI document."""
+
 MEDIA_ENCODER = "quire.multimodal.worker.encoders:open_encoder"
 """Factory of what computes and stores embeddings of images and other media (`quire.worker.worker`)."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from functools import partial
@@ -20,6 +21,7 @@ from quire.entrypoints.openai.api_server import listen, loop_factory
 from quire.entrypoints.openai.connection import http_config
 from quire.entrypoints.openai.keys import with_keys_of_environment
 from quire.entrypoints.openai.lifecycle import GRACE_S, HttpServer, base_url, reaches_others
+from quire.entrypoints.openai.service_manager import ServiceManager
 from quire.entrypoints.openai.start_signals import StartSignals, drain_signals
 from quire.errors import StartupError
 from quire.logging_setup import say, say_error
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 def run_router(models: Models, config: ServerConfig, settings: ModelRouterConfig, *, json_log: bool) -> int:
     """Serve until a signal; return the process's exit code."""
+    service_manager = ServiceManager.adopt(os.environ)
     try:
         with (
             StartSignals() as signals,
@@ -48,7 +51,9 @@ def run_router(models: Models, config: ServerConfig, settings: ModelRouterConfig
             directory = private_directories.make("models-")
             try:
                 starter = ServerStarter(directory, prefixes_log=not json_log)
-                return runner.run(_serve(models, config, settings, listener, starter, signals))
+                return runner.run(
+                    _serve(models, config, settings, listener, starter, signals, service_manager)
+                )
             finally:
                 private_directories.remove(directory)
     except StartupError as error:
@@ -64,6 +69,7 @@ async def _serve(
     listener: socket.socket,
     starter: Starter,
     signals: StartSignals,
+    service_manager: ServiceManager,
 ) -> int:
     config = with_keys_of_environment(config)  # before other processes are started
     registry = CollectorRegistry()
@@ -73,7 +79,7 @@ async def _serve(
     freeze_garbage()
     signals.check()
     _report(models, config, listener, has_keys=bool(app.keys))
-    return await RouterLifecycle(app, http, listener).run()
+    return await RouterLifecycle(app, http, listener, service_manager).run()
 
 
 def make_router(
@@ -127,8 +133,11 @@ def _report(models: Models, config: ServerConfig, listener: socket.socket, *, ha
 class RouterLifecycle:
     """Runs the HTTP server and the models until a signal."""
 
-    def __init__(self, app: RouterApp, http: HttpServer, listener: socket.socket) -> None:
+    def __init__(
+        self, app: RouterApp, http: HttpServer, listener: socket.socket, service_manager: ServiceManager
+    ) -> None:
         self._app = app
+        self._service_manager = service_manager
         self._http = http
         self._listener = listener
         self._drain = asyncio.Event()
@@ -142,7 +151,9 @@ class RouterLifecycle:
         loop.add_signal_handler(signal.SIGQUIT, self._stop_now)
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         draining = asyncio.create_task(self._drain.wait())
+        watchdog = asyncio.create_task(self._service_manager.keep_alive(lambda: True))
         self._app.router.open()
+        self._service_manager.ready("serving models on demand")
         try:
             await asyncio.wait({serving, draining}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
@@ -151,9 +162,10 @@ class RouterLifecycle:
             return 0
         finally:
             draining.cancel()
+            watchdog.cancel()
             await self._app.router.close()
             self._http.should_exit = True
-            await asyncio.gather(serving, return_exceptions=True)
+            await asyncio.gather(serving, watchdog, return_exceptions=True)
 
     def _on_signal(self) -> None:
         if self._drain.is_set():
@@ -168,6 +180,7 @@ class RouterLifecycle:
         """Let the requests in progress finish, then cancel the rest."""
         app = self._app
         app.draining = True
+        self._service_manager.stopping("draining")
         patience_s = app.config.shutdown_timeout
         logger.info("draining: %d requests in progress, up to %g s", len(app.in_flight), patience_s)
         app.router.drain()

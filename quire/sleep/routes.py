@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.openai.errors import json_response
+from quire.entrypoints.openai.families import ServerFeature
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.protocol.responses import SleepState
 from quire.entrypoints.openai.state import ServerState, server_of
@@ -84,3 +85,10 @@ def _level(values: list[str]) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 4):
         raise ValidationError(f"level must be a number, got {text!r:.100}", param="level")
     return int(text)
+
+
+FEATURE = ServerFeature(
+    controls=(controls,),
+    queries={"unfinished": num_unfinished},
+    commands={"sleep": fall_asleep, "wake_up": wake},
+)

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.entrypoints.openai.connection import KeepAlive
 from quire.entrypoints.openai.errors import frame_of, json_response, own_id_of, request_id_of
+from quire.entrypoints.openai.families import EndpointFamily, ServerFeature
 from quire.entrypoints.openai.in_flight import ClientDisconnectedError
 from quire.entrypoints.openai.openapi.operation import Operation, data_events, describe
 from quire.entrypoints.openai.parsing import checked, note_size
@@ -34,6 +35,7 @@ from quire.speech.desk import SpeechDesk
 from quire.speech.protocol import TranscriptionRequest, read_form
 from quire.speech.requests import SpeechOptions
 from quire.speech.transcript import Transcription
+from quire.speech.vocabulary import hears
 
 router = APIRouter()
 TEXTS = {"text/plain": {"type": "string"}, "text/vtt": {"type": "string"}}
@@ -248,3 +250,6 @@ class _VllmEvents(_Events):
 
 async def _send(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+FEATURE = ServerFeature(families=(EndpointFamily(router, hears),))

@@ -22,8 +22,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from quire.entrypoints.cli.main import main
+from quire.simulate.machine import write_machine
 from tests.end_to_end.server import Server, free_port
 from tests.fixtures.draft_heads import HEADS
+from tests.simulate.machines import make_machine
 from tests.speech.tiny import save_tiny_whisper
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +111,8 @@ def adapt(
         command = command.replace("path/to/rows", str(tmp_path_factory.mktemp("rows")))
         if command.startswith("quire trace"):
             command = command.replace("run.trace", str(record_run(config.parent / "run.trace")))
+        if command.startswith("quire simulate run"):
+            command = command.replace("machine.json", str(write_tiny_machine(config.parent)))
         if command.startswith(CLIENTS) and demo_server.url not in command:
             flag = "--base-url" if "bench" in command else "--url"
             command += f" {flag} {demo_server.url}{'' if 'bench' in command else '/v1'}"
@@ -125,6 +129,14 @@ def write_sound(path: Path) -> Path:
         file.setsampwidth(2)
         file.setframerate(16_000)
         file.writeframes(samples.astype("<i2").tobytes())
+    return path
+
+
+def write_tiny_machine(directory: Path) -> Path:
+    """Write a machine file with room for long prompts, and return its path."""
+    path = directory / "machine.json"
+    changes = {"max_model_len": 2048, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 2000}
+    write_machine(make_machine(**changes), path)
     return path
 
 

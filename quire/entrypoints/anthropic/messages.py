@@ -27,6 +27,7 @@ from quire.entrypoints.anthropic.protocol import (
 from quire.entrypoints.anthropic.writer import MessageWriter
 from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.errors import json_response, own_id_of
+from quire.entrypoints.openai.families import EndpointFamily, ServerFeature, by_generation
 from quire.entrypoints.openai.openapi.operation import Operation, describe, named_events
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import server_of
@@ -157,3 +158,6 @@ async def count_tokens(request: Request) -> Response:
         tools = tools_in_use(server, form, chat)
         prompt = await chat_prompt(server, form, chat, with_tools=tools is not None)
     return json_response(TokenCount(len(prompt.token_ids)))
+
+
+FEATURE = ServerFeature(families=(EndpointFamily(router, by_generation),))

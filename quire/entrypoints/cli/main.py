@@ -30,6 +30,7 @@ COMMANDS = {
     "bench": "quire.entrypoints.cli.bench",
     "quantize": "quire.entrypoints.cli.quantize",
     "trace": "quire.entrypoints.cli.trace",
+    "simulate": "quire.entrypoints.cli.simulate",
     "kv-store": "quire.entrypoints.cli.kv_store",
     "disagg-proxy": "quire.entrypoints.cli.disagg_proxy",
     "doctor": "quire.entrypoints.cli.doctor",

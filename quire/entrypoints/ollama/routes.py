@@ -11,13 +11,14 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.entrypoints.ollama import models
 from quire.entrypoints.ollama.conversation import chat_names, chat_turn, generate_turn, text_of, unloads
-from quire.entrypoints.ollama.models import served_name
 from quire.entrypoints.ollama.options import ignored_options
 from quire.entrypoints.ollama.protocol import WITHOUT_EFFECT, ChatRequest, GenerateRequest, Line, TurnRequest
 from quire.entrypoints.ollama.writer import LineWriter
 from quire.entrypoints.openai.chat_prompt import TextPrompt
 from quire.entrypoints.openai.errors import json_response, own_id_of
+from quire.entrypoints.openai.families import EndpointFamily, ServerFeature, by_embedding, by_generation
 from quire.entrypoints.openai.openapi.operation import Operation, describe, json_lines
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import server_of
@@ -75,7 +76,7 @@ async def _respond(
     is_chat: bool,
     text: TextPrompt | None = None,
 ) -> Response:
-    fields["model"] = served_name(server_of(request), body.model)
+    fields["model"] = models.served_name(server_of(request), body.model)
     names = chat_names(body)
     writer = LineWriter(body.model, is_chat=is_chat, with_logprobs=body.logprobs)
     note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body.options)])
@@ -86,3 +87,12 @@ async def _respond(
         return json_response(loaded)
     answer_id = f"ollama-{own_id_of(request.scope)}"
     return await respond_translated(request, fields, writer, answer_id, names, text)
+
+
+FEATURE = ServerFeature(
+    families=(
+        EndpointFamily(models.embed_router, by_embedding),
+        EndpointFamily(router, by_generation),
+        EndpointFamily(models.router),
+    )
+)

@@ -7,6 +7,7 @@ the model loads, probes during loading get 503 instead of a refused connection, 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
+from quire.entrypoints.openai.service_manager import ServiceManager
 from quire.entrypoints.openai.start_signals import StartSignals
 from quire.entrypoints.openai.tls import checked_tls
 from quire.errors import ConfigError, StartupError
@@ -30,6 +32,7 @@ BACKLOG = 2048  # Connections that may wait to be accepted.
 
 def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until a signal or until the engine stops; return the process's exit code."""
+    service_manager = ServiceManager.adopt(os.environ)
     try:
         server_config = checked_tls(server_config)
         with (
@@ -37,7 +40,7 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             listen(server_config) as listener,
             asyncio.Runner(loop_factory=loop_factory()) as runner,
         ):
-            return runner.run(_serve(engine_config, server_config, listener, signals))
+            return runner.run(_serve(engine_config, server_config, listener, signals, service_manager))
     except StartupError as error:
         say_error(f"error: {error}")
         return 1
@@ -77,7 +80,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket, signals: StartSignals
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    listener: socket.socket,
+    signals: StartSignals,
+    service_manager: ServiceManager,
 ) -> int:
     from quire.engine.async_llm import AsyncLLM
     from quire.entrypoints.openai.keys import make_keyring, with_keys_of_environment
@@ -98,7 +105,7 @@ async def _serve(
 
             server_config = with_template(with_absolute_paths(server_config), engine.tokenizer)
             signals.check()
-            return await serve_supervisor(engine, server_config, listener)
+            return await serve_supervisor(engine, server_config, listener, service_manager)
 
         from quire.entrypoints.openai.app import build_app
         from quire.entrypoints.openai.connection import http_config
@@ -109,7 +116,10 @@ async def _serve(
         needs_key = bool(app.state.server.keys)
         freeze_garbage()
         signals.check()
-        return await Lifecycle(app.state.server, http, listener, needs_key=needs_key).run()
+        lifecycle = Lifecycle(
+            app.state.server, http, listener, needs_key=needs_key, service_manager=service_manager
+        )
+        return await lifecycle.run()
     finally:
         await engine.shutdown()
 

@@ -13,11 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from quire.config import ServerConfig
-from quire.config.pooling import PoolingSpec
-from quire.entrypoints import anthropic
-from quire.entrypoints.ollama import models as ollama_models
-from quire.entrypoints.ollama import routes as ollama_routes
+from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai import (
     chat_completions,
     completions,
@@ -25,7 +21,6 @@ from quire.entrypoints.openai import (
     metrics,
     models,
     requests,
-    responses,
     tokenize,
 )
 from quire.entrypoints.openai.errors import (
@@ -36,11 +31,10 @@ from quire.entrypoints.openai.errors import (
 )
 from quire.entrypoints.openai.families import (
     EndpointFamily,
-    by_classes,
-    by_embedding,
+    ServerFeature,
     by_generation,
-    by_pooling,
     rejecting_router,
+    server_features,
     supported_routers,
 )
 from quire.entrypoints.openai.in_flight import InFlight
@@ -62,59 +56,46 @@ from quire.entrypoints.openai.openapi.document import Access, Document
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.state import QueryHandler, ServerState
 from quire.errors import QuireError
-from quire.lora.server import routes as lora_routes
 from quire.metrics.catalog import make_family
 from quire.metrics.logging import LostLinesCollector
 from quire.metrics.prometheus import PrometheusStatLogger
-from quire.pooling.server import cohere, embeddings, pairs
 from quire.routing.counters import CounterSlot
-from quire.sleep import routes as sleep_routes
-from quire.speech import routes as speech_routes
-from quire.speech.vocabulary import hears
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
 
-FAMILIES = (
-    EndpointFamily(completions.router, by_generation),
-    EndpointFamily(chat_completions.router, by_generation),
-    EndpointFamily(responses.router, by_generation),
-    EndpointFamily(embeddings.embedding_router, by_embedding),
-    EndpointFamily(embeddings.pooling_router, by_pooling),
-    EndpointFamily(embeddings.classify_router, by_classes),
-    EndpointFamily(pairs.router, pairs.offered),
-    EndpointFamily(cohere.router, by_embedding),
-    EndpointFamily(ollama_models.embed_router, by_embedding),
-    EndpointFamily(anthropic.router, by_generation),
-    EndpointFamily(ollama_routes.router, by_generation),
-    EndpointFamily(ollama_models.router),
-    EndpointFamily(models.router),
-    EndpointFamily(tokenize.router),
-    EndpointFamily(requests.router),
-    EndpointFamily(health.router),
-    EndpointFamily(metrics.router),
-)  # Order of the published OpenAPI document.
-SPEECH = EndpointFamily(speech_routes.router, by_generation)  # Of models that hear.
-CONTROLS = (
-    requests.controls,
-    sleep_routes.controls,
-    lora_routes.controls,
-)  # Routes that act on all requests; they require the admin key.
+GENERATION = ServerFeature(
+    families=(
+        EndpointFamily(completions.router, by_generation),
+        EndpointFamily(chat_completions.router, by_generation),
+    )
+)
+ANY_MODEL = ServerFeature(
+    families=(
+        EndpointFamily(models.router),
+        EndpointFamily(tokenize.router),
+        EndpointFamily(requests.router),
+        EndpointFamily(health.router),
+        EndpointFamily(metrics.router),
+    ),
+    controls=(requests.controls,),
+    queries={
+        "load": requests.num_in_flight,
+        "explain": requests.explained,
+        "list": requests.listed,
+        "abort": requests.aborted,
+        metrics.QUERY: metrics.measured,
+    },
+)
+FEATURES = (GENERATION, *server_features(), ANY_MODEL)  # Order of the published OpenAPI document.
+FAMILIES = tuple(family for feature in FEATURES for family in feature.families)
+CONTROLS = tuple(router for feature in FEATURES for router in feature.controls)
 QUERY_HANDLERS: dict[str, QueryHandler] = {
-    "load": requests.num_in_flight,
-    "explain": requests.explained,
-    "list": requests.listed,
-    "abort": requests.aborted,
-    "unfinished": sleep_routes.num_unfinished,
-    metrics.QUERY: metrics.measured,
-}  # Queries that any API process may send to any other (`ServerState.ask_all`).
+    name: handler for feature in FEATURES for name, handler in feature.queries.items()
+}
 COMMAND_HANDLERS: dict[str, QueryHandler] = {
-    "sleep": sleep_routes.fall_asleep,
-    "wake_up": sleep_routes.wake,
-    "load_adapter": lora_routes.load,
-    "unload_adapter": lora_routes.unload,
-    "resolve_adapter": lora_routes.resolve,
-}  # Commands that only the supervisor process executes, for all API processes.
+    name: handler for feature in FEATURES for name, handler in feature.commands.items()
+}
 EXPOSED_HEADERS = (
     REQUEST_ID,
     ANTHROPIC_REQUEST_ID,
@@ -152,16 +133,13 @@ def build_app(
         # FastAPI's pages load external scripts, and its document lists no errors; ours: openapi/
         openapi_url=None,
     )
-    spec = engine.config.pooling
-    speech = [SPEECH] if hears(engine.config) else []
-    offered = [*(family.router for family in speech), *routers(config, spec)]
+    offered = routers(config, engine.config)
     controls = CONTROLS if admin_key(config) else ()
     app.state.server = state
     app.state.document = Document(offered, controls, _access(state))
     app.add_exception_handler(QuireError, handle_quire_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
-    refusing = rejecting_router([*FAMILIES, SPEECH], spec, unsupported=() if speech else (SPEECH,))
-    for router in (*offered, *controls, refusing):
+    for router in (*offered, *controls, rejecting_router(FAMILIES, engine.config)):
         app.include_router(router)
     return app
 
@@ -177,9 +155,9 @@ def _prometheus(state: ServerState) -> PrometheusStatLogger:
     )
 
 
-def routers(config: ServerConfig, spec: PoolingSpec | None = None) -> list[APIRouter]:
+def routers(config: ServerConfig, engine_config: EngineConfig) -> list[APIRouter]:
     """Return the routers that the configuration and the model support, without the admin routes."""
-    chosen = supported_routers(FAMILIES, spec)
+    chosen = supported_routers(FAMILIES, engine_config)
     if config.enable_tokenizer_info_endpoint:
         chosen.append(tokenize.info_router)
     return chosen if config.disable_fastapi_docs else [*chosen, pages.router]

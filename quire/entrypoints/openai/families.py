@@ -1,41 +1,40 @@
-"""Selection of the routers that the model supports; other paths answer 400 with a reason."""
+"""Routes of the server by feature, and selection of those that the model supports.
+
+A feature adds its routes by one `ServerFeature` and one row in `quire.features.SERVER_FEATURES`; the app imports no
+feature. Paths that the model does not support answer 400 with a reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.config.pooling import PoolingSpec
+from quire.config import EngineConfig
+from quire.entrypoints.openai.state import QueryHandler
 from quire.errors import ValidationError
-from quire.pooling_params import CLASSIFY, EMBED
+from quire.features import SERVER_FEATURES
+from quire.plugins import import_place
+from quire.pooling_params import EMBED
 
-# Predicate on the model's pooling description; None: a generative model.
-IsOffered = Callable[[PoolingSpec | None], bool]
+# Predicate on a resolved configuration: whether its model supports the routes.
+IsOffered = Callable[[EngineConfig], bool]
 
 
-def by_any(spec: PoolingSpec | None) -> bool:
+def by_any(config: EngineConfig) -> bool:
     return True
 
 
-def by_generation(spec: PoolingSpec | None) -> bool:
-    return spec is None
+def by_generation(config: EngineConfig) -> bool:
+    return config.pooling is None
 
 
-def by_pooling(spec: PoolingSpec | None) -> bool:
-    return spec is not None
-
-
-def by_embedding(spec: PoolingSpec | None) -> bool:
-    return spec is not None and EMBED in spec.tasks
-
-
-def by_classes(spec: PoolingSpec | None) -> bool:
-    return spec is not None and CLASSIFY in spec.tasks
+def by_embedding(config: EngineConfig) -> bool:
+    return config.pooling is not None and EMBED in config.pooling.tasks
 
 
 @dataclass(frozen=True)
@@ -46,29 +45,39 @@ class EndpointFamily:
     offered: IsOffered = by_any
 
 
-def supported_routers(families: Iterable[EndpointFamily], spec: PoolingSpec | None) -> list[APIRouter]:
-    """Return the routers that the model supports."""
-    return [family.router for family in families if family.offered(spec)]
-
-
-def rejecting_router(
-    families: Iterable[EndpointFamily],
-    spec: PoolingSpec | None,
-    unsupported: Collection[EndpointFamily] = (),
-) -> APIRouter:
-    """Return a router that rejects requests at the paths of all other families and lists the supported ones.
+@dataclass(frozen=True)
+class ServerFeature:
+    """Everything that one feature adds to the server.
 
     Args:
-        unsupported: families that the model does not support, whatever their predicate says.
+        families: routers for clients.
+        controls: routers that act on all requests; they require the admin key.
+        queries: handlers of queries that any API process may send to any other (`ServerState.ask_all`), by name.
+        commands: handlers of commands that only the supervisor process executes, for all API processes, by name.
     """
+
+    families: tuple[EndpointFamily, ...] = ()
+    controls: tuple[APIRouter, ...] = ()
+    queries: Mapping[str, QueryHandler] = field(default_factory=dict)
+    commands: Mapping[str, QueryHandler] = field(default_factory=dict)
+
+
+def server_features() -> list[ServerFeature]:
+    """Return the features of the table, in its order."""
+    return [import_place(place) for place in SERVER_FEATURES.values()]
+
+
+def supported_routers(families: Iterable[EndpointFamily], config: EngineConfig) -> list[APIRouter]:
+    """Return the routers that the model supports."""
+    return [family.router for family in families if family.offered(config)]
+
+
+def rejecting_router(families: Iterable[EndpointFamily], config: EngineConfig) -> APIRouter:
+    """Return a router that rejects requests at the paths of all other families and lists the supported ones."""
     families = list(families)
-
-    def offers(family: EndpointFamily) -> bool:
-        return family not in unsupported and family.offered(spec)
-
-    instead = [family for family in families if family.offered is not by_any and offers(family)]
+    instead = [family for family in families if family.offered is not by_any and family.offered(config)]
     paths = ", ".join(route.path for family in instead for route in _routes(family.router))
-    does = "generates" if spec is None else f"is served for {', '.join(spec.tasks)}"
+    does = "generates" if config.pooling is None else f"is served for {', '.join(config.pooling.tasks)}"
     router = APIRouter()
 
     async def refuse(request: Request) -> Response:
@@ -78,7 +87,7 @@ def rejecting_router(
         )
 
     for family in families:
-        for route in [] if offers(family) else _routes(family.router):
+        for route in [] if family.offered(config) else _routes(family.router):
             router.add_api_route(
                 route.path, refuse, methods=sorted(route.methods or ()), include_in_schema=False
             )

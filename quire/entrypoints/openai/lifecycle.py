@@ -27,6 +27,7 @@ from starlette.types import Scope
 
 from quire.config import ServerConfig
 from quire.config.pooling import CLASS_TASKS, PoolingSpec
+from quire.entrypoints.openai.service_manager import ServiceManager
 from quire.entrypoints.openai.start_signals import drain_signals
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.openai.tls import CertificateRenewal
@@ -186,12 +187,19 @@ class Lifecycle:
     """Runs one server until a signal, or until the engine stops; the caller then shuts the engine down."""
 
     def __init__(
-        self, state: ServerState, http: HttpServer, listener: socket.socket, *, needs_key: bool
+        self,
+        state: ServerState,
+        http: HttpServer,
+        listener: socket.socket,
+        *,
+        needs_key: bool,
+        service_manager: ServiceManager | None = None,
     ) -> None:
         self._state = state
         self._http = http
         self._listener = listener
         self._needs_key = needs_key
+        self._service_manager = service_manager or ServiceManager()
         self._drain = asyncio.Event()
         self._cancel = asyncio.Event()
 
@@ -200,14 +208,16 @@ class Lifecycle:
         self._handle_signals()
         serving = asyncio.create_task(self._http.serve(sockets=self._listeners()))
         logging_stats = asyncio.create_task(self._log_stats())
+        watchdog = asyncio.create_task(self._service_manager.keep_alive(self._is_alive))
         try:
             ends = self._until_engine_stops(), self._until_drained(), _ended(serving)
             return await _first_of(*ends)
         finally:
             logging_stats.cancel()
+            watchdog.cancel()
             self._stop_accepting()
             self._http.should_exit = True
-            await asyncio.gather(serving, logging_stats, return_exceptions=True)
+            await asyncio.gather(serving, logging_stats, watchdog, return_exceptions=True)
 
     # Overridden where there are several API processes
 
@@ -231,6 +241,7 @@ class Lifecycle:
 
     def _report_ready(self) -> None:
         say(self._ready_text())
+        self._service_manager.ready(f"serving {', '.join(self._state.model_names)}")
         host = self._state.config.host
         if not self._needs_key and self._state.config.uds is None and reaches_others(host):
             logger.warning(
@@ -243,6 +254,7 @@ class Lifecycle:
 
     def _begin_draining(self) -> None:
         self._state.draining = True
+        self._service_manager.stopping("draining")
         patience = self._state.config.shutdown_timeout
         logger.info("draining: %d requests in progress, up to %g s", len(self._state.in_flight), patience)
 
@@ -271,6 +283,10 @@ class Lifecycle:
         """Cancel immediately."""
         self._cancel.set()
         self._drain.set()
+
+    def _is_alive(self) -> bool:
+        """Return whether the engine loads, computes or idles, as `/livez` does."""
+        return not (self._state.engine.errored or self._state.engine.stalls)
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -8,6 +8,7 @@ from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from quire.entrypoints.openai.families import ServerFeature
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.protocol.requests import RequestModel
@@ -72,3 +73,9 @@ def _serving_adapters(request: Request) -> ServerState:
     if not server.engine.config.lora.enable_lora:
         raise ValidationError("this server serves no adapters (--enable-lora)")
     return server
+
+
+FEATURE = ServerFeature(
+    controls=(controls,),
+    commands={"load_adapter": load, "unload_adapter": unload, "resolve_adapter": resolve},
+)

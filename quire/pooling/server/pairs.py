@@ -9,7 +9,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.config.pooling import PoolingSpec
+from quire.config import EngineConfig
 from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
@@ -37,9 +37,9 @@ ERRORS = (404, 504)
 _SIDES = frozenset(name for names in ScoreRequest.NAMES for name in names)
 
 
-def offered(spec: PoolingSpec | None) -> bool:
+def offered(config: EngineConfig) -> bool:
     """Return whether the model scores pairs."""
-    return spec is not None and scoring_task(spec) is not None
+    return config.pooling is not None and scoring_task(config.pooling) is not None
 
 
 @router.post("/score")

@@ -45,13 +45,15 @@ class LiveServer:
     """A lifecycle on a free port; `code` is its exit code once it ended."""
 
     def __init__(self, engine: FakeEngine, **options: Any) -> None:
-        needs_key = options.pop("needs_key", False)
+        settings = {name: options.pop(name) for name in ("needs_key", "service_manager") if name in options}
         config = ServerConfig(port=0, uvicorn_log_level="warning", **options)
         self.listener = bind(config.host, config.port)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.app = build_app(engine, config)  # type: ignore[arg-type]
         self.http = HttpServer(http_config(self.app, config), config)
-        self.lifecycle = Lifecycle(self.app.state.server, self.http, self.listener, needs_key=needs_key)
+        self.lifecycle = Lifecycle(
+            self.app.state.server, self.http, self.listener, **{"needs_key": False, **settings}
+        )
         self.task = asyncio.create_task(self.lifecycle.run())
 
     async def code(self) -> int:

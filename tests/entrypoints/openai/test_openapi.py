@@ -16,7 +16,7 @@ import jsonschema_rs
 import pytest
 from fastapi.routing import APIRoute
 
-from quire.config import ServerConfig
+from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai.app import CONTROLS, build_app, routers
 from quire.entrypoints.openai.openapi.limits import ServerLimits
 from quire.entrypoints.openai.openapi.operation import operation_of
@@ -74,7 +74,7 @@ def body_validator(written: dict[str, Any], path: str) -> jsonschema_rs.Draft202
 
 
 def test_every_route_says_what_it_takes_and_gives() -> None:
-    for router in (*routers(ServerConfig(**EVERYTHING)), *CONTROLS):
+    for router in (*routers(ServerConfig(**EVERYTHING), EngineConfig()), *CONTROLS):
         for route in router.routes:
             assert isinstance(route, APIRoute)
             assert operation_of(route.endpoint) is not None, f"{route.path} is not described"

@@ -95,7 +95,12 @@ async def test_salts_and_keys_separate_caches_on_every_route(kind: str) -> None:
     await engine.wait_ready()
     keys = ("a", "b") if kind == "key" else ()
     app = build_app(engine, ServerConfig(api_key=keys))
-    generating = {route.path for router in routers(ServerConfig()) for route in router.routes if takes(route)}
+    generating = {
+        route.path
+        for router in routers(ServerConfig(), EngineConfig())
+        for route in router.routes
+        if takes(route)
+    }
     assert generating == EVERY_ROUTE.keys(), "a route that generates is not tested"
     routes = {path: body for path, body in EVERY_ROUTE.items() if keys or not path.startswith("/api")}
 

@@ -44,6 +44,7 @@ from quire.entrypoints.openai.processes.channel import (
     WorkerReady,
     open_channel,
 )
+from quire.entrypoints.openai.service_manager import ServiceManager
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
 from quire.lora_request import LoRARequest
@@ -376,7 +377,9 @@ def _hello_for(hello: WorkerHello, slot: int, front_end: int) -> WorkerHello:
     return WorkerHello(slot, hello.num_pages, front_end, hello.engine, hello.server, hello.tenants)
 
 
-async def serve_supervisor(engine: AsyncLLM, config: ServerConfig, listener: socket.socket) -> int:
+async def serve_supervisor(
+    engine: AsyncLLM, config: ServerConfig, listener: socket.socket, service_manager: ServiceManager
+) -> int:
     """Serve as the supervisor process; return the exit code. The caller shuts the engine down."""
     keys = keyring(config)
     num_cores = engine.config.parallel.num_replicas
@@ -398,7 +401,8 @@ async def serve_supervisor(engine: AsyncLLM, config: ServerConfig, listener: soc
     supervisor.open()
     with closing(counters):
         try:
-            return await SupervisorLifecycle(state, http, listener, supervisor, counters).run()
+            lifecycle = SupervisorLifecycle(state, http, listener, supervisor, counters, service_manager)
+            return await lifecycle.run()
         finally:
             await supervisor.close()
 
@@ -413,8 +417,9 @@ class SupervisorLifecycle(Lifecycle):
         listener: socket.socket,
         supervisor: ApiServerSupervisor,
         counters: SharedCounters,
+        service_manager: ServiceManager,
     ) -> None:
-        super().__init__(state, http, listener, needs_key=bool(state.keys))
+        super().__init__(state, http, listener, needs_key=bool(state.keys), service_manager=service_manager)
         self._supervisor = supervisor
         self._tokens = OtherProcessTokens(counters)
         self._acceptor = ConnectionAcceptor(listener, counters, http.admit, supervisor.targets)

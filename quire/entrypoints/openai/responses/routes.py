@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.openai.errors import own_id_of
+from quire.entrypoints.openai.families import EndpointFamily, ServerFeature, by_generation
 from quire.entrypoints.openai.openapi.operation import Operation, describe, named_events
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.responses.conversation import CHAT_NAMES, chat_fields, idle_includes
@@ -48,3 +49,6 @@ async def create_response(request: Request) -> Response:
     writer = ResponseWriter(response_id, model, body, tools)
     fields, names = {**chat_fields(body, tools), "model": model}, {**CHAT_NAMES, **tools.chat_names}
     return await respond_translated(request, fields, writer, response_id, names)
+
+
+FEATURE = ServerFeature(families=(EndpointFamily(router, by_generation),))

@@ -1,0 +1,217 @@
+"""Step costs of a machine, fitted to the steps of a recorded run.
+
+A plan costs a constant, plus for each forward pass of it (a multi-step plan has several) a constant, an amount per
+request that samples, per prompt token and per attended position. All amounts are at least 0, so more work never costs
+less.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.engine.trace import Added, Ended, Planned, Returned, Trace
+from quire.errors import ConfigError
+from quire.scheduler.output import SchedulerOutput
+
+MIN_STEPS = 30
+"""Steps that a fit needs: several times as many as it has amounts."""
+NUM_SWEEPS = 2000
+MAX_ERROR = 1e-9  # Relative change of a sweep at which a fit has converged.
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of one plan.
+
+    Args:
+        passes: forward passes.
+        samples: sampled tokens, over all passes.
+        prompt_tokens: tokens that are computed and not generated.
+        positions: attended positions of all computed tokens, themselves included.
+    """
+
+    passes: int
+    samples: int
+    prompt_tokens: int
+    positions: int
+
+    def features(self) -> tuple[float, ...]:
+        """Return what each amount of `StepCosts` is multiplied by."""
+        return (1.0, self.passes, self.samples, self.prompt_tokens, self.positions)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a plan, by its work.
+
+    Args:
+        plan_s: of a plan, its bookkeeping included.
+        pass_s: of a forward pass.
+        sample_s: of a request that samples, in each pass.
+        prompt_token_s: of a prompt token.
+        position_s: of an attended position.
+        error: mean relative error of the steps that the amounts were fitted to.
+        num_steps: their number.
+    """
+
+    plan_s: float
+    pass_s: float
+    sample_s: float
+    prompt_token_s: float
+    position_s: float
+    error: float = 0.0
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, amount in zip(AMOUNTS, self.amounts(), strict=True):
+            if not 0.0 <= amount < np.inf:
+                raise ConfigError(f"{name} of step costs must be a number of seconds from 0 on, got {amount}")
+        if not self.plan_s + self.pass_s > 0.0:
+            raise ConfigError("plan_s and pass_s of step costs are both 0: steps that take no time never end")
+
+    def amounts(self) -> tuple[float, ...]:
+        """Return the amounts, in the order of `StepWork.features`."""
+        return (self.plan_s, self.pass_s, self.sample_s, self.prompt_token_s, self.position_s)
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the duration of a plan."""
+        return sum(amount * count for amount, count in zip(self.amounts(), work.features(), strict=True))
+
+
+AMOUNTS = ("plan_s", "pass_s", "sample_s", "prompt_token_s", "position_s")
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Work and duration of a recorded plan."""
+
+    work: StepWork
+    seconds: float
+
+
+def work_of(
+    starts: Sequence[int], num_tokens: Sequence[int], samples: Sequence[int], passes: int
+) -> StepWork:
+    """Return the work of a plan.
+
+    Args:
+        starts: computed tokens of each request before the plan.
+        num_tokens: tokens of each request that the first pass computes.
+        samples: tokens that each request samples in all passes.
+        passes: forward passes; each further one computes the last sampled token of every request.
+    """
+    positions = sum(
+        _attended(start, count) + _attended(start + count, passes - 1)
+        for start, count in zip(starts, num_tokens, strict=True)
+    )
+    generated = sum(1 for sampled in samples if sampled)
+    return StepWork(passes, sum(samples), sum(num_tokens) - generated, positions)
+
+
+def work_of_plan(plan: SchedulerOutput, passes: int) -> StepWork:
+    """Return the work of a plan that runs for some passes."""
+    return work_of(
+        [one.start for one in plan.scheduled],
+        [one.num_tokens for one in plan.scheduled],
+        [passes if one.num_samples else 0 for one in plan.scheduled],
+        passes,
+    )
+
+
+def _attended(start: int, count: int) -> int:
+    """Return the positions that `count` tokens attend to, of which `start` tokens precede the first."""
+    return count * start + count * (count + 1) // 2
+
+
+def measured_steps(trace: Trace) -> list[MeasuredStep]:
+    """Return the steps of a recorded run.
+
+    A step lasts from its plan to the next plan if a request goes on from one to the other, since the loop did not wait
+    in between; else to its result.
+    """
+    return list(_measured(trace))
+
+
+def _measured(trace: Trace) -> Iterator[MeasuredStep]:
+    computed: dict[int, int] = {}
+    rows: dict[int, str] = {}
+    open_plans: deque[Planned] = deque()
+    last: tuple[StepWork, Planned, float] | None = None  # the step whose successor is not known
+    for frame in trace.frames:
+        if isinstance(frame, Added):
+            rows[frame.number] = frame.request.request_id
+        elif isinstance(frame, Ended):
+            computed.pop(frame.number, None)
+        elif isinstance(frame, Planned):
+            if last is not None:
+                goes_on = not set(last[1].numbers).isdisjoint(frame.numbers)
+                yield MeasuredStep(last[0], (frame.now if goes_on else last[2]) - last[1].now)
+                last = None
+            if frame.numbers:
+                open_plans.append(frame)
+        elif isinstance(frame, Returned) and open_plans:
+            plan = open_plans.popleft()
+            if open_plans:
+                raise ConfigError(
+                    "step costs cannot be read from a run with --async-scheduling: its steps overlap"
+                )
+            last = (_returned_work(plan, frame, computed), plan, frame.now)
+    if last is not None:
+        yield MeasuredStep(last[0], last[2] - last[1].now)
+
+
+def _returned_work(plan: Planned, result: Returned, computed: dict[int, int]) -> StepWork:
+    """Return the work of a plan with its result, and record the computed tokens behind it."""
+    computed.update(plan.starts)
+    starts = [computed.get(number, 0) for number in plan.numbers]
+    samples = [len(tokens) for tokens in result.sampled]
+    passes = max(samples, default=1) or 1
+    for number, start, count, sampled in zip(plan.numbers, starts, plan.num_tokens, samples, strict=True):
+        computed[number] = start + count + max(sampled - 1, 0)
+    return work_of(starts, plan.num_tokens, samples, passes)
+
+
+def fit_costs(steps: Sequence[MeasuredStep]) -> StepCosts:
+    """Return the amounts of the least squared relative error, each at least 0.
+
+    Raises:
+        ConfigError: there are too few steps.
+    """
+    steps = [step for step in steps if step.seconds > 0.0]
+    if len(steps) < MIN_STEPS:
+        raise ConfigError(
+            f"step costs need a run of at least {MIN_STEPS} steps, and this one has {len(steps)}"
+        )
+    features = np.array([step.work.features() for step in steps], dtype=np.float64)
+    seconds = np.array([step.seconds for step in steps], dtype=np.float64)
+    # A step that was interrupted tells of other processes: the slowest hundredth of the first fit is left out.
+    amounts = _non_negative(features, seconds)
+    excess = seconds / np.maximum(features @ amounts, 1e-12)
+    kept = excess <= np.quantile(excess, 0.99)
+    amounts = _non_negative(features[kept], seconds[kept])
+    error = float(np.mean(np.abs(features[kept] @ amounts / seconds[kept] - 1.0)))
+    fitted = dict(zip(AMOUNTS, map(float, amounts), strict=True))
+    return StepCosts(**fitted, error=error, num_steps=len(steps))
+
+
+def _non_negative(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Minimize |features x / seconds - 1|^2 over x >= 0 by coordinate descent (a convex problem)."""
+    weighted = features / seconds[:, None]
+    scale = np.maximum(np.linalg.norm(weighted, axis=0), 1e-300)
+    gram = (weighted / scale).T @ (weighted / scale)
+    target = (weighted / scale).sum(axis=0)
+    amounts = np.zeros(features.shape[1])
+    for _ in range(NUM_SWEEPS):
+        before = amounts.copy()
+        for place in range(len(amounts)):
+            rest = target[place] - gram[place] @ amounts + gram[place, place] * amounts[place]
+            amounts[place] = max(rest / max(gram[place, place], 1e-300), 0.0)
+        if np.abs(amounts - before).max() <= MAX_ERROR * max(amounts.max(), 1e-300):
+            break
+    fitted: NDArray[np.float64] = amounts / scale
+    return fitted
