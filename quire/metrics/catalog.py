@@ -212,6 +212,15 @@ METRICS = (
     MetricInfo(
         "gauge", "host_cache_usage_perc", "Fraction of host blocks held by swapped sequences.", vllm=None
     ),
+    MetricInfo(
+        "gauge",
+        "saturation",
+        "Load from 0 to 1: 0.8 is a full batch, 1 a queue that refuses requests (see scaling.md).",
+        vllm=None,
+    ),
+    MetricInfo(
+        "gauge", "estimated_queue_seconds", "Seconds that a new request would wait for its start.", vllm=None
+    ),
     MetricInfo("gauge", "kv_store_blocks", "Blocks in --kv-store.", vllm=None),
     MetricInfo("gauge", "kv_store_bytes", "Bytes that they take.", vllm=None),
     MetricInfo("gauge", "kv_store_resting", "1 while the store is left alone after a failure.", vllm=None),

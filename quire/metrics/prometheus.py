@@ -35,6 +35,8 @@ GAUGES = {
     "num_requests_running": "num_running",
     "kv_cache_usage_perc": "kv_cache_usage",
     "host_cache_usage_perc": "host_cache_usage",
+    "saturation": "saturation",
+    "estimated_queue_seconds": "queue_s",
 }  # Metric -> field of SchedulerStats.
 DRAFT_TOTALS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 STORE_GAUGES = {

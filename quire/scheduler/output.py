@@ -322,3 +322,5 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     store: StoreStats | None = None  # None: there is no --kv-store.
     encoder: EncoderStats | None = None  # None: no request had an image.
     transfer: TransferStats | None = None  # None: there is no --kv-transfer-config.
+    saturation: float = 0.0  # From 0 to 1 (`quire.scheduler.load_signals`).
+    queue_s: float = 0.0  # Seconds that a new request would wait for its start.

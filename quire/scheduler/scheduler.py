@@ -31,6 +31,7 @@ from quire.plugins import import_subclass
 from quire.sampling_extras import RepetitionDetectionParams
 from quire.scheduler.explain import Cause, Explanation
 from quire.scheduler.holds import Hold
+from quire.scheduler.load_signals import LoadSignals
 from quire.scheduler.output import (
     STEP_PROTOCOL_VERSION,
     AdapterStats,
@@ -237,6 +238,7 @@ class Scheduler:
             config.num_disjoint_steps,
         )
         self._computed_tokens_per_s = kv_config.swap_costs.computed_tokens_per_s
+        self._signals = LoadSignals(limits)
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
         self._is_paused = False
@@ -425,6 +427,7 @@ class Scheduler:
         if not self._is_paused:
             self._queues.note(step, now)
         plan = step.seal(self._queues.pop_vacated_ids(), self._kv.pop_moves())
+        self._signals.note(now, len(plan.new_requests), self._num_ready)
         if not plan.is_empty:
             self._in_flight.append(step)
         return plan
@@ -479,9 +482,24 @@ class Scheduler:
             num_swaps=self._kv.num_swaps,
             host_cache_usage=self._kv.host_usage,
             num_held=self._queues.num_held,
+            saturation=self._saturation(),
+            queue_s=self._signals.wait_s(self._num_ready),
             spec_decoding=self._spec_decoding.copy() if self._spec_decoding.num_drafts else None,
             adapters=self._adapter_stats() if self._max_adapters else None,
         )
+
+    @property
+    def _num_ready(self) -> int:
+        """Waiting requests that only want room."""
+        return self._queues.num_waiting - self._queues.num_held
+
+    def _saturation(self) -> float:
+        num_running, num_waiting = len(self._queues.running), self._queues.num_waiting
+        num_unanswered = 0
+        if self._signals.may_refuse(num_running + num_waiting):
+            prefilling = sum(not request.num_output_tokens for request in self._queues.running)
+            num_unanswered = num_waiting + prefilling
+        return self._signals.saturation(num_running, num_waiting, num_unanswered, self._kv.usage)
 
     def _adapter_stats(self) -> AdapterStats:
         names: dict[bool, set[str]] = {True: set(), False: set()}
