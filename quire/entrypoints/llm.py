@@ -93,7 +93,8 @@ class LLM(OfflinePooling):
         Args:
             prompts: one prompt or a list; a prompt is text, a list of token ids, or a dict (see `quire.inputs`).
                 A dict may have `multi_modal_data`, for example `{"image": [PIL image, uint8 array, path or URL]}`, with
-                `mm_processor_kwargs` and `multi_modal_uuids`; the prompt has a marker for each image.
+                `mm_processor_kwargs` and `multi_modal_uuids`; the prompt has a marker for each item. A "video" is a
+                path, a URL, uint8 frames [T, H, W, 3] or a pair of frames and a dict of metadata.
             sampling_params: one for all or one per prompt; None uses the model's own defaults.
             lora_request: adapter of all prompts, or one or None per prompt (needs `enable_lora=True`).
 

@@ -25,8 +25,18 @@ from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
 
 
+def _forget(request_ids: Sequence[str]) -> None:
+    """Keep no record."""
+
+
 class Executor(ABC):
-    """Owner of one or more workers."""
+    """Owner of one or more workers.
+
+    Attributes:
+        note_encoding: receives the requests whose media are encoded next, before each `encode_media`; none after it.
+    """
+
+    note_encoding: Callable[[Sequence[str]], None] = staticmethod(_forget)
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

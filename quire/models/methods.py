@@ -154,7 +154,8 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
         if method is quantized and layer in finer_values:
             method = Int4FinerValues(quantized.scheme, eight_bits)
         methods.append(encodings.method(layer, names, method))
-    if unmatched:
+    # A pattern may name layers of a checkpoint's other part, whose loading checks it.
+    if unmatched := {pattern for pattern in unmatched if not model.leaves_out(pattern)}:
         raise ConfigError(
             f"--quantization-config: ignore names {sorted(unmatched)[0]!r}, which no layer bears"
         )

@@ -121,6 +121,8 @@ def _translator(architecture: str, models: str, length: str | int = "max_positio
     return Wrapper(architecture, models, ("encoder",), _DECODER, length, reads_text=True)
 
 
+_LLAVA_NEXT = ("vision_tower", "multi_modal_projector", "image_newline")
+
 WRAPPERS: dict[str, Wrapper] = {
     row.architecture: row
     for row in (
@@ -147,6 +149,8 @@ WRAPPERS: dict[str, Wrapper] = {
         _translator("M2M100ForConditionalGeneration", "M2M-100, NLLB-200"),
         _translator("MarianMTModel", "OPUS-MT and Tatoeba, by Marian"),
         _translator("MBartForConditionalGeneration", "mBART, mBART-50"),
+        Wrapper("LlavaNextForConditionalGeneration", "LLaVA 1.6", _LLAVA_NEXT),
+        Wrapper("LlavaOnevisionForConditionalGeneration", "LLaVA-OneVision", _LLAVA_NEXT),
         Wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2, Magistral, Ministral 3"),
         _translator("MT5ForConditionalGeneration", "mT5", T5_TOKENS),
         _translator("PegasusForConditionalGeneration", "Pegasus"),

@@ -17,18 +17,25 @@ class Family:
         processor: subclass of `quire.multimodal.processors.base.Processor`; numpy and Pillow only. Empty if the tower
             reads text.
         tower: computes embeddings from the processor's arrays; empty if none is implemented.
-        images: how an image becomes placeholders, for the docs.
+        images, videos: how one becomes placeholders, for the docs; empty: the family takes none.
     """
 
     processor: str
     tower: str = ""
     images: str = ""
+    videos: str = ""
 
 
 _PROCESSORS = "quire.multimodal.processors"
 _TOWERS = "quire.multimodal.towers"
-_QWEN = f"{_PROCESSORS}.qwen_vl:QwenVLProcessor"
 _QWEN_IMAGES = "one run of rows x columns / 4 patches, between vision markers"
+_QWEN_VIDEOS = "one run over pairs of frames"
+_QWEN3 = Family(
+    f"{_PROCESSORS}.qwen_video:Qwen3VLProcessor",
+    f"{_TOWERS}.qwen_vl:Qwen3VLTower",
+    images=_QWEN_IMAGES,
+    videos="a run for each pair of frames, after its time",
+)
 _TILES = "tiles with markers of row and column, the whole image last"
 
 _BART, _T5 = Family("", f"{_TOWERS}.text:BartTower"), Family("", f"{_TOWERS}.text:T5Tower")
@@ -48,6 +55,11 @@ FAMILIES: dict[str, Family] = {
         f"{_TOWERS}.vit:InternVLTower",
         images="one run over up to 12 tiles and a thumbnail",
     ),
+    "Llama4ForConditionalGeneration": Family(
+        f"{_PROCESSORS}.llama4:Llama4Processor",
+        f"{_TOWERS}.llama4:Llama4Tower",
+        images="a run for each of up to 16 tiles with separators, the whole image last",
+    ),
     "LlavaForConditionalGeneration": Family(
         f"{_PROCESSORS}.llava:LlavaProcessor",
         f"{_TOWERS}.vit:LlavaTower",
@@ -56,6 +68,17 @@ FAMILIES: dict[str, Family] = {
     "M2M100ForConditionalGeneration": _BART,
     "MarianMTModel": _BART,
     "MBartForConditionalGeneration": _BART,
+    "LlavaNextForConditionalGeneration": Family(
+        f"{_PROCESSORS}.llava_next:LlavaNextProcessor",
+        f"{_TOWERS}.llava_next:LlavaNextTower",
+        images="one run: the whole image, then its tiles in rows",
+    ),
+    "LlavaOnevisionForConditionalGeneration": Family(
+        f"{_PROCESSORS}.llava_next:LlavaOnevisionProcessor",
+        f"{_TOWERS}.llava_next:LlavaOnevisionTower",
+        images="one run: the whole image, then its tiles in rows",
+        videos="one run over pooled frames",
+    ),
     "Mistral3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.pixtral:PixtralProcessor",
         f"{_TOWERS}.pixtral:Mistral3Tower",
@@ -63,15 +86,21 @@ FAMILIES: dict[str, Family] = {
     ),
     "MT5ForConditionalGeneration": _T5,
     "PegasusForConditionalGeneration": _BART,
-    "Qwen2VLForConditionalGeneration": Family(_QWEN, f"{_TOWERS}.qwen_vl:QwenVLTower", images=_QWEN_IMAGES),
+    "Qwen2VLForConditionalGeneration": Family(
+        f"{_PROCESSORS}.qwen_video:Qwen2VLProcessor",
+        f"{_TOWERS}.qwen_vl:QwenVLTower",
+        images=_QWEN_IMAGES,
+        videos=_QWEN_VIDEOS,
+    ),
     "Qwen2_5_VLForConditionalGeneration": Family(
-        _QWEN, f"{_TOWERS}.qwen_vl:Qwen25VLTower", images=_QWEN_IMAGES
+        f"{_PROCESSORS}.qwen_video:Qwen25VLProcessor",
+        f"{_TOWERS}.qwen_vl:Qwen25VLTower",
+        images=_QWEN_IMAGES,
+        videos=_QWEN_VIDEOS,
     ),
-    "Qwen3VLForConditionalGeneration": Family(_QWEN, f"{_TOWERS}.qwen_vl:Qwen3VLTower", images=_QWEN_IMAGES),
-    "Qwen3_5ForConditionalGeneration": Family(_QWEN, f"{_TOWERS}.qwen_vl:Qwen3VLTower", images=_QWEN_IMAGES),
-    "Qwen3_5MoeForConditionalGeneration": Family(
-        _QWEN, f"{_TOWERS}.qwen_vl:Qwen3VLTower", images=_QWEN_IMAGES
-    ),
+    "Qwen3VLForConditionalGeneration": _QWEN3,
+    "Qwen3_5ForConditionalGeneration": _QWEN3,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3,
     "SmolVLMForConditionalGeneration": Family(
         f"{_PROCESSORS}.idefics3:Idefics3Processor", f"{_TOWERS}.vit:Idefics3Tower", images=_TILES
     ),

@@ -246,13 +246,25 @@ class MediaHolds(CoreFeature):
         self._find_rooms()
         if not self._table.unfinished:
             return []
-        items = [entry.item for entry in self._table.unfinished.values()]
         start = self._clock()
         slice_s = self._slice_s if self._scheduler.has_work() else max(IDLE_SLICE_S, self._slice_s)
-        progress = self._executor.encode_media(items, slice_s)
+        updates = self._encode(slice_s)
         self._stats.encode_s += self._clock() - start
-        updates = self._apply(progress)
         self._find_rooms()
+        return updates
+
+    def _encode(self, slice_s: float) -> list[RequestUpdate]:
+        """Encode item after item, so that it is known whose was in work if the core dies of one."""
+        updates: list[RequestUpdate] = []
+        left_s, until = slice_s, self._clock() + slice_s
+        for digest, entry in list(self._table.unfinished.items()):
+            self._executor.note_encoding(list(entry.users))
+            progress = self._executor.encode_media([entry.item], left_s)
+            updates += self._apply(progress)
+            left_s = until - self._clock()
+            if left_s <= 0 or digest not in {*progress.done, *progress.failed}:
+                break
+        self._executor.note_encoding(())
         return updates
 
     def add_stats(self, stats: SchedulerStats) -> None:

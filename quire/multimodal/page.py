@@ -16,8 +16,13 @@ BEGIN, END = "<!-- families: python -m quire.multimodal.page -->", "<!-- end of 
 
 def table() -> str:
     """Return the table in Markdown."""
-    rows = [f"| `{name}` | {family.images} |" for name, family in FAMILIES.items() if family.images]
-    return "\n".join([BEGIN, "", "| architecture | placeholders of an image |", "|---|---|", *rows, "", END])
+    rows = [
+        f"| `{name}` | {family.images} | {family.videos or 'none'} |"
+        for name, family in FAMILIES.items()
+        if family.images
+    ]
+    head = ["| architecture | placeholders of an image | of a video |", "|---|---|---|"]
+    return "\n".join([BEGIN, "", *head, *rows, "", END])
 
 
 def with_table(page: str) -> str:

@@ -21,7 +21,7 @@ import mmap
 import struct
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -207,7 +207,15 @@ class Progress:
         for request_id in plan.removed_request_ids:
             self._rows.pop(request_id, None)
         self._rows.update((data.request_id, _digest(data.request_id)) for data in plan.new_requests)
-        digests = b"".join(self._rows.values())[: len(self._memory) - _ROWS]
+        self._write(self._rows.values())
+
+    def encode(self, request_ids: Iterable[str], *, beside_steps: bool) -> None:
+        """Record the requests whose media are encoded next, in place of those of plans unless steps are in work."""
+        rows = self._rows.values() if beside_steps else ()
+        self._write([*map(_digest, request_ids), *rows])
+
+    def _write(self, each: Iterable[bytes]) -> None:
+        digests = b"".join(each)[: len(self._memory) - _ROWS]
         self._memory[_ROWS : _ROWS + len(digests)] = digests
         _WORD.pack_into(self._memory, _NUM_ROWS, len(digests) // _WORD.size)
 
@@ -259,6 +267,7 @@ class ProgressExecutor:
         self._clock = clock
         self._in_work: deque[Work] = deque()
         self._began = 0.0
+        executor.note_encoding = self.note_encoding
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._begin(plan)
@@ -274,6 +283,10 @@ class ProgressExecutor:
         output = self._executor.execute_model(plan)
         self._end()
         return output
+
+    def note_encoding(self, request_ids: Sequence[str]) -> None:
+        """See `Executor.note_encoding`."""
+        self._progress.encode(request_ids, beside_steps=bool(self._in_work) or not request_ids)
 
     def _begin(self, plan: SchedulerOutput) -> None:
         self._progress.begin(plan)

@@ -126,8 +126,10 @@ def rope_positions(
             continue
         frames, rows, columns = item.grid
         each = frames if len(item.runs) == 1 else 1
-        interval = item.seconds_per_frame * tokens_per_second if item.kind == "video" else 1.0
-        of_frames = (np.arange(each) * (interval or 1.0)).astype(np.int64)
+        interval = np.float32(item.seconds_per_frame) * np.float32(
+            tokens_per_second if item.kind == "video" else 0
+        )
+        of_frames = (np.arange(each, dtype=np.float32) * (interval or np.float32(1))).astype(np.int64)
         places = np.meshgrid(of_frames, np.arange(rows), np.arange(columns), indexing="ij")
         for first, last in item.runs:
             found[:, done:first] = after + np.arange(first - done)
@@ -135,7 +137,7 @@ def rope_positions(
             found[:, first:last] = after + np.stack(places).reshape(AXES, -1)
             after, done = after + max(rows, columns), last
     found[:, done:] = after + np.arange(num_tokens - done)
-    return found, int(found.max(initial=-1)) + 1 - num_tokens
+    return found, after - done
 
 
 class _RowMedia(NamedTuple):

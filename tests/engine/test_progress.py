@@ -72,6 +72,18 @@ def looks(heartbeat: Heartbeat, core: Iterator[tuple[int, float | None]], period
 
 
 @pytest.mark.item(44)
+def test_the_request_whose_image_is_encoded_is_in_work_alone(tmp_path: Path) -> None:
+    parents, cores = Progress.create(tmp_path / "progress", 2), Progress(tmp_path / "progress")
+    names = ["row 1", "row 2", "seeing"]
+    cores.begin(plan(names[:2], []))
+    cores.encode(names[2:], beside_steps=False)
+    assert parents.in_work(names) == {"seeing"}
+    cores.encode(names[2:], beside_steps=True)  # as many as the file has room for, the encoded one first
+    assert parents.in_work(names) == {"seeing", "row 1"}
+    cores.encode((), beside_steps=True)
+    assert parents.in_work(names) == {"row 1", "row 2"}
+
+
 def test_a_core_that_stands_still_hangs_after_the_timeout() -> None:
     after = looks(Heartbeat(TIMEOUT_S), ((1, 5.0) for _ in range(10_000)))
     assert TIMEOUT_S <= after <= TIMEOUT_S + 1

@@ -281,3 +281,15 @@ def test_progress_of_ranks_is_what_all_have_in_common() -> None:
     third = EncodeProgress([b], {c: "no"}, {b: 16})
     assert all_encoded([first, second]) == EncodeProgress([a, b], {}, {a: 8, b: 20})
     assert all_encoded([first, second, third]) == EncodeProgress([b], {c: "no"}, {b: 20})
+
+
+def test_each_item_is_encoded_in_the_name_of_its_requests() -> None:
+    core = Core()
+    core.add("one", [item(2, 5, 1)])
+    core.add("two", [item(2, 5, 2)])
+    core.add("three", [item(2, 5, 1)])
+    noted: list[list[str]] = []
+    core.executor.note_encoding = lambda request_ids: noted.append(list(request_ids))
+    core.drain()
+    assert {tuple(each) for each in noted if each} == {("one", "three"), ("two",)}
+    assert noted[-1] == []

@@ -24,8 +24,10 @@ def _family(request: Any, tmp_path_factory: Any) -> tuple[str, Any, Path]:
 def features_of(model: Any, picture: Picture) -> Embeddings:
     """Return the embeddings that transformers puts in the stream."""
     inputs = {name: torch.from_numpy(array) for name, array in picture.arrays.items()}
-    found = model.model.get_image_features(**inputs, return_dict=True)
+    found = getattr(model, "model", model).get_image_features(**inputs, return_dict=True)
     values = found.pooler_output
+    if values is None:  # Llama 4 projects them later
+        values = model.multi_modal_projector(found.last_hidden_state)
     values = torch.cat(list(values)) if isinstance(values, (list, tuple)) else values
     deep = getattr(found, "deepstack_features", None) or ()
     deep = (torch.cat(list(each)) if isinstance(each, (list, tuple)) else each for each in deep)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MediaGate`: images of conversations and prompts, for the server and for `LLM`.
+"""`MediaGate`: images and videos of conversations and prompts, for the server and for `LLM`.
 
-Invariant: nothing of images is imported, and no process or directory is made, unless the model takes images. A model
+Invariant: nothing of media is imported, and no process or directory is made, unless the model takes images. A model
 that takes none, or a machine without Pillow, refuses them with the reason.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,12 +27,14 @@ from quire.multimodal.door.parts import MediaPart, find_media, first_media
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
     from quire.multimodal.door.door import AdmittedMedia, MediaDoor
+    from quire.multimodal.door.layout import PreparedItem
 
 logger = logging.getLogger(__name__)
 
 TEXT_ONLY = "this model takes text only"
 NO_PILLOW = "images need Pillow on the server: pip install 'quire-llm[vision]'"
-MODALITY, PLURAL = "image", "images"
+PLURALS = {"image": "images", "video": "videos"}
+"""Kind of media -> its other name in `multi_modal_data`; in the order of a prompt's markers (`MediaTexts.markers`)."""
 OPTIONS = "mm_processor_kwargs"
 PROMPT_FIELDS = ("multi_modal_data", OPTIONS, "multi_modal_uuids")
 
@@ -44,9 +48,12 @@ class EncodedChat:
     admitted: AdmittedMedia | None = None
 
     @property
-    def num_image_tokens(self) -> int:
-        """Positions that take an embedding."""
-        return sum(item.num_embeddings for item in self.media)
+    def num_media_tokens(self) -> Mapping[str, int]:
+        """Positions that take an embedding, by "image" and "video"."""
+        found = Counter[str]()
+        for item in self.media:
+            found["video" if item.kind == "video" else "image"] += item.num_embeddings
+        return found
 
     def as_prompt(self) -> TokensPrompt:
         """Return the prompt in the callers' form."""
@@ -108,12 +115,12 @@ class MediaGate:
         if self._door is None:
             return None
         tokens = self._door.tokens
-        return MediaTexts(tokens.marker, tokens.literals)
+        return MediaTexts(tokens.marker, tokens.literals, tokens.video_marker)
 
     @property
     def input_modalities(self) -> list[str]:
         """Kinds of input that the model takes."""
-        return ["text"] if self._door is None else ["text", MODALITY]
+        return ["text"] if self._door is None else ["text", *self._door.kinds]
 
     async def admit(
         self, messages: Sequence[ChatMessage], options: Mapping[str, Any] | None, tenant: str = ""
@@ -164,14 +171,17 @@ class MediaGate:
         """
         if admitted is None or self._door is None:
             return EncodedChat(chat.encode(tokenizer))
-        texts = [item.layout.text for item in admitted.items]
-        return self._expanded(chat.with_media(texts).encode(tokenizer), tokenizer, admitted)
+        items = _in_order(chat.media_kinds(), admitted.items)
+        texts = [item.layout.text for item in items]
+        return self._expanded(chat.with_media(texts).encode(tokenizer), tokenizer, items, admitted)
 
-    def _expanded(self, token_ids: list[int], tokenizer: Tokenizer, admitted: AdmittedMedia) -> EncodedChat:
+    def _expanded(
+        self, token_ids: list[int], tokenizer: Tokenizer, items: list[PreparedItem], admitted: AdmittedMedia
+    ) -> EncodedChat:
         from quire.multimodal.door.layout import Expansion
 
         door = self._required("prompt")
-        expansion = Expansion(door.tokens, tokenizer.id_of, admitted.items)
+        expansion = Expansion(door.tokens, tokenizer.id_of, items)
         return EncodedChat(*expansion.expand(token_ids), admitted)
 
     async def prompt(self, prompt: Mapping[str, Any], tokenizer: Tokenizer) -> EncodedChat:
@@ -183,22 +193,21 @@ class MediaGate:
         parts = data_parts(prompt)
         door = self._required("multi_modal_data")
         admitted = await door.admit(parts, prompt.get(OPTIONS))
-        texts = [item.layout.text for item in admitted.items]
+        markers = self.texts.markers if self.texts is not None else ()
         ids = prompt.get("prompt_token_ids")
-        marker = door.tokens.marker
         if ids is None:
-            pieces = str(prompt.get("prompt", "")).split(marker)
-            _check_markers(len(pieces) - 1, len(texts), marker)
-            whole = "".join(piece + text for piece, text in zip(pieces, [*texts, ""], strict=True))
-            return self._expanded(tokenizer.encode(whole), tokenizer, admitted)
-        marker_id = tokenizer.id_of(marker)
-        _check_markers(ids.count(marker_id), len(texts), marker)
+            pieces = re.split(f"({'|'.join(map(re.escape, markers))})", str(prompt.get("prompt", "")))
+            items = _checked_order([markers.index(each) for each in pieces[1::2]], markers, admitted)
+            pieces[1::2] = [item.layout.text for item in items]
+            return self._expanded(tokenizer.encode("".join(pieces)), tokenizer, items, admitted)
+        kinds = {tokenizer.id_of(marker): kind for kind, marker in enumerate(markers)}
+        items = _checked_order([kinds[each] for each in ids if each in kinds], markers, admitted)
         encoded: list[int] = []
-        fill = iter(texts)
+        fill = iter(items)
         for token_id in ids:
-            is_marker = token_id == marker_id
-            encoded += tokenizer.encode(next(fill), add_special_tokens=False) if is_marker else [token_id]
-        return self._expanded(encoded, tokenizer, admitted)
+            text = next(fill).layout.text if token_id in kinds else None
+            encoded += [token_id] if text is None else tokenizer.encode(text, add_special_tokens=False)
+        return self._expanded(encoded, tokenizer, items, admitted)
 
     def _required(self, where: str) -> MediaDoor:
         if self._door is None:
@@ -217,7 +226,7 @@ def has_data(prompt: Any) -> bool:
 
 
 def data_parts(prompt: Mapping[str, Any]) -> list[MediaPart]:
-    """Return the images of a prompt's `multi_modal_data`, with their names.
+    """Return the images and then the videos of a prompt's `multi_modal_data`, with their names.
 
     Raises:
         ValidationError: it has another form, or another kind of media.
@@ -226,39 +235,74 @@ def data_parts(prompt: Mapping[str, Any]) -> list[MediaPart]:
     for name, value in (("multi_modal_data", data), ("multi_modal_uuids", uuids)):
         if not isinstance(value, Mapping):
             raise ValidationError(f"{name} must be a dict such as {{'image': ...}}", param=name)
-        if others := value.keys() - {MODALITY, PLURAL}:
+        if others := value.keys() - {*PLURALS, *PLURALS.values()}:
             raise ValidationError(
-                f"{name} has {min(others)!r}, and the only kind here is 'image'", param=name
+                f"{name} has {min(others)!r}, and the kinds are 'image' and 'video'", param=name
             )
-    items = _as_list(data.get(MODALITY, data.get(PLURAL)))
-    names = _as_list(uuids.get(MODALITY, uuids.get(PLURAL))) or [None] * len(items)
+    return [part for kind in PLURALS for part in _parts_of(kind, data, uuids)]
+
+
+def _parts_of(kind: str, data: Mapping[str, Any], uuids: Mapping[str, Any]) -> list[MediaPart]:
+    plural = PLURALS[kind]
+    items = _as_list(data.get(kind, data.get(plural)), kind)
+    names = _as_list(uuids.get(kind, uuids.get(plural))) or [None] * len(items)
     if len(names) != len(items) or not all(isinstance(name, str | None) for name in names):
         raise ValidationError(
-            f"multi_modal_uuids must have a text or None for each of the {len(items)} images",
+            f"multi_modal_uuids must have a text or None for each of the {len(items)} {plural}",
             param="multi_modal_uuids",
         )
-    if any(item is None and not name for item, name in zip(items, names, strict=True)):
+    pairs = list(zip(items, names, strict=True))
+    if any(item is None and not name for item, name in pairs):
         raise ValidationError(
-            "an image of multi_modal_data that is None needs a uuid", param="multi_modal_data"
+            f"an item {kind!r} of multi_modal_data that is None needs a uuid", param="multi_modal_data"
         )
-    pairs = enumerate(zip(items, names, strict=True))
     return [
-        MediaPart(f"multi_modal_data.image.{index}", item, uuid=name or "") for index, (item, name) in pairs
+        MediaPart(f"multi_modal_data.{kind}.{index}", item, uuid=name or "", kind=kind)
+        for index, (item, name) in enumerate(pairs)
     ]
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: Any, kind: str = "") -> list[Any]:
+    """Return one or several items; a video may be a list of images, or a pair of frames and a dict of metadata."""
+    if kind == "video" and _is_one_video(value):
+        return [value]
     if isinstance(value, list | tuple):
         return list(value)
     return [] if value is None else [value]
 
 
-def _check_markers(found: int, wanted: int, marker: str) -> None:
-    if found != wanted:
-        raise ValidationError(
-            f"the prompt has {found} markers {marker!r} and {wanted} images; write one marker for each image",
-            param="prompt",
-        )
+def _is_one_video(value: Any) -> bool:
+    if not isinstance(value, list | tuple) or not value:
+        return value is not None and not isinstance(value, list | tuple)
+    is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+    return is_pair or all(hasattr(each, "getbands") for each in value)  # PIL images
+
+
+def _checked_order(kinds: list[int], markers: Sequence[str], admitted: AdmittedMedia) -> list[PreparedItem]:
+    """Return the items in the order of a prompt's markers.
+
+    Raises:
+        ValidationError: there are more or fewer of a kind.
+    """
+    wanted = Counter(_kind_of(item) for item in admitted.items)
+    for kind, (marker, plural) in enumerate(zip(markers, PLURALS.values(), strict=False)):
+        if (found := kinds.count(kind)) != wanted[kind]:
+            raise ValidationError(
+                f"the prompt has {found} markers {marker!r} and {wanted[kind]} {plural}; write one marker for each",
+                param="prompt",
+            )
+    return _in_order(kinds, admitted.items)
+
+
+def _in_order(kinds: Sequence[int], items: Sequence[PreparedItem]) -> list[PreparedItem]:
+    """Return items in the order of their markers, of which there are as many of each kind."""
+    queues = {kind: iter([item for item in items if _kind_of(item) == kind]) for kind in set(kinds)}
+    return [next(queues[kind]) for kind in kinds]
+
+
+def _kind_of(item: PreparedItem) -> int:
+    """Return the index of an item's marker."""
+    return int(item.kind == "video")
 
 
 class OfflineMedia:

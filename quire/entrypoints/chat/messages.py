@@ -9,8 +9,8 @@ rendering, a character that occurs nowhere in the conversation is inserted befor
 text, and before a literal's prefix at the end of a string, which the template could complete. Stretches with this mark
 are encoded separately with special tokens disabled. Tokenizers split at special tokens, so no other id changes.
 Invariant: a prompt without such text is encoded in one call, exactly as rendered.
-Images stand in a content's text as a character that occurs nowhere in the conversation (`media_mark`), until the
-content is shown to the template (`ShownMedia`). So they move with the text around them.
+Images and videos stand in a content's text as characters that occur nowhere in the conversation (`media_marks`), until
+the content is shown to the template (`ShownMedia`). So they move with the text around them.
 `arrangements` yields variants for templates that reject the conversation. They move or join messages; all texts are
 kept, and the system's stay in order.
 """
@@ -30,7 +30,7 @@ from quire.inputs import ChatMessage, Conversation
 STRETCH_CHARS = 2**16
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ALIASES = {"developer": "system"}  # Replacements for roles that a template does not know.
-MEDIA_PART = {"type": "image"}  # Place of an item that was taken out of a message.
+MEDIA_PARTS = ({"type": "image"}, {"type": "video"})  # Places of items that were taken out of a message.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 THOUGHT_PARTS = {
     "thinking": ("thinking",),
@@ -121,10 +121,16 @@ class TextEncoder(Protocol):
 
 @dataclass(frozen=True)
 class MediaTexts:
-    """Texts of a model that takes media: the marker of an item in a prompt, and tokens that text must not turn into."""
+    """Texts of a model that takes media: markers of items in a prompt, and tokens that text must not turn into."""
 
     marker: str
     literals: tuple[str, ...]
+    video_marker: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Markers of the kinds that the model takes, in the order of `MEDIA_PARTS`."""
+        return (self.marker, self.video_marker) if self.video_marker else (self.marker,)
 
 
 class SpecialTokenTexts:
@@ -240,36 +246,44 @@ class ShownMedia:
     """Form in which a template takes a content with media.
 
     Args:
-        mark: character that stands for an item in a content's text.
-        marker: text of an item, for a template that takes texts.
-        part: content part of an item, for a template that takes parts; None for the former.
+        marks: characters that stand for items of each kind in a content's text; none if the model takes none.
+        markers: text of an item of each kind, for a template that takes texts.
+        parts: content part of an item of each kind, for a template that takes parts; None for the former.
     """
 
-    def __init__(self, mark: str, marker: str, part: Mapping[str, Any] | None) -> None:
-        self.mark = mark
-        self._marker = marker
-        self._part = part
+    def __init__(
+        self, marks: Sequence[str], markers: Sequence[str], parts: Sequence[Mapping[str, Any] | None]
+    ) -> None:
+        self.marks = tuple(marks)
+        self._forms = dict(zip(marks, zip(markers, parts, strict=True), strict=True))
+        self._any = re.compile(f"([{''.join(map(re.escape, marks))}])") if marks else None
 
-    def count(self, messages: Iterable[ChatMessage]) -> int:
-        """Return the number of items in these messages."""
-        return sum(message["content"].count(self.mark) for message in messages)
+    def is_in(self, content: str) -> bool:
+        """Return whether a content has items."""
+        return any(mark in content for mark in self.marks)
+
+    def counts(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Return the number of items of each kind in these messages."""
+        return [sum(message["content"].count(mark) for message in messages) for mark in self.marks]
 
     def shown(self, plain: PlainText, content: str, end: str = "") -> str | list[dict[str, Any]]:
         """Return a content, protected; `end` is added to its text.
 
         A template of texts gets all markers of a content before its text, as vLLM does.
         """
-        if self.mark not in content:
+        if self._any is None or not self.is_in(content):
             return f"{plain.protect(content)}{end}"
-        texts = [plain.protect(text) for text in content.split(self.mark)]
-        if self._part is None:
+        pieces = self._any.split(content)
+        shown = [self._forms[mark] for mark in pieces[1::2]]
+        texts = [plain.protect(text) for text in pieces[::2]]
+        if any(part is None for _, part in shown):
             text = "\n".join(filter(None, texts))
-            return "\n".join([*[self._marker] * (len(texts) - 1), text]) + end
-        parts: list[dict[str, Any]] = []
-        for text in texts:
+            return "\n".join([*(marker for marker, _ in shown), text]) + end
+        parts = [{"type": "text", "text": texts[0]}] if texts[0] else []
+        for (_, part), text in zip(shown, texts[1:], strict=True):
+            parts.append(dict(part or {}))
             parts += [{"type": "text", "text": text}] if text else []
-            parts.append(dict(self._part))
-        return [*parts[:-1], {"type": "text", "text": end}] if end else parts[:-1]
+        return [*parts, {"type": "text", "text": end}] if end else parts
 
 
 def _without_ascii(texts: Iterable[str]) -> Iterator[str]:
@@ -300,14 +314,14 @@ def checked_messages(
     messages: Conversation,
     aliases: Mapping[str, str] = ROLE_ALIASES,
     adjusted: Adjusted | None = None,
-    media_mark: str = "",
+    media_marks: Sequence[str] = (),
 ) -> list[ChatMessage]:
     """Return copies of `messages` in the form that templates read.
 
     Args:
         aliases: role -> the role that the template knows instead.
         adjusted: receives what was changed.
-        media_mark: character in place of each part `{"type": "image"}`; empty if there is none.
+        media_marks: characters in place of parts of `MEDIA_PARTS`, one of each kind that the model takes.
 
     Raises:
         ValidationError: names the message and the field, for example `messages.2.content`.
@@ -317,7 +331,7 @@ def checked_messages(
     adjusted = {} if adjusted is None else adjusted
     modern = convert_legacy_functions(messages)
     checked = [
-        _checked(message, f"messages.{index}", aliases, adjusted, media_mark)
+        _checked(message, f"messages.{index}", aliases, adjusted, media_marks)
         for index, message in enumerate(modern)
     ]
     _note_lone_results(checked, adjusted)
@@ -337,7 +351,7 @@ def _note_lone_results(messages: list[ChatMessage], adjusted: Adjusted) -> None:
 
 
 def _checked(
-    message: Any, where: str, aliases: Mapping[str, str], adjusted: Adjusted, media_mark: str
+    message: Any, where: str, aliases: Mapping[str, str], adjusted: Adjusted, media_marks: Sequence[str]
 ) -> ChatMessage:
     if not isinstance(message, dict):
         raise ValidationError(f"{where} must be an object with role and content", param=where)
@@ -348,7 +362,7 @@ def _checked(
     refusal = fields.pop("refusal", "")
     may_lack_content = "content" in message or role in ("assistant", "tool")
     content = fields.pop("content", "" if may_lack_content else None)
-    text, thought = _read_content(content, role, f"{where}.content", media_mark)
+    text, thought = _read_content(content, role, f"{where}.content", media_marks)
     if not isinstance(refusal, str):
         raise ValidationError(f"{where}.refusal must be text", param=f"{where}.refusal")
     checked: ChatMessage = {"role": role, "content": "\n".join(filter(None, (text, refusal)))}
@@ -373,7 +387,7 @@ def _checked_role(role: Any, where: str) -> str:
     return str(role)
 
 
-def _read_content(content: Any, role: str, where: str, media_mark: str) -> tuple[str, str]:
+def _read_content(content: Any, role: str, where: str, media_marks: Sequence[str]) -> tuple[str, str]:
     """Return the text of a message, and the reasoning among its parts."""
     if isinstance(content, str):
         return content, ""
@@ -384,21 +398,19 @@ def _read_content(content: Any, role: str, where: str, media_mark: str) -> tuple
         kind = part.get("type") if isinstance(part, dict) else None
         if role == "assistant" and isinstance(kind, str) and kind in THOUGHT_PARTS:
             thoughts.append(_thought(part, kind, f"{where}.{index}"))
-        elif media_mark and part == MEDIA_PART:
-            texts.append(media_mark)
+        elif part in MEDIA_PARTS[: len(media_marks)]:
+            texts.append(media_marks[MEDIA_PARTS.index(part)])
         else:
             texts.append(_part_text(part, f"{where}.{index}"))
-    return _joined_parts(texts, media_mark), "".join(thoughts)
+    return _joined_parts(texts, media_marks), "".join(thoughts)
 
 
-def _joined_parts(texts: list[str], media_mark: str) -> str:
+def _joined_parts(texts: list[str], media_marks: Sequence[str]) -> str:
     """Return texts in lines of their own; media are between them without a line break."""
     joined = "\n".join(texts)
-    return (
-        joined.replace(f"\n{media_mark}", media_mark).replace(f"{media_mark}\n", media_mark)
-        if media_mark
-        else joined
-    )
+    for mark in media_marks:
+        joined = joined.replace(f"\n{mark}", mark).replace(f"{mark}\n", mark)
+    return joined
 
 
 def _thought(part: dict[str, Any], kind: str, where: str) -> str:

@@ -21,7 +21,7 @@ from quire.entrypoints.chat.call_arguments import forms_of, have_calls, with_arg
 from quire.entrypoints.chat.environment import TemplateRefusalError, make_environment
 from quire.entrypoints.chat.formats.format import ReasoningFormat
 from quire.entrypoints.chat.messages import (
-    MEDIA_PART,
+    MEDIA_PARTS,
     ROLE_ALIASES,
     ROLES,
     Adjusted,
@@ -62,7 +62,11 @@ OWN_VARIABLES = frozenset(
 )
 FOR_TOOLS = "tool_use"  # Name of a template for conversations with tools, which some models have.
 PROBE = "quire probes the content format"
-MEDIA_PARTS = (MEDIA_PART, {"type": "image_url", "image_url": {"url": ""}})
+SHOWN_PARTS = (
+    (MEDIA_PARTS[0], {"type": "image_url", "image_url": {"url": ""}}),
+    (MEDIA_PARTS[1], {"type": "video_url", "video_url": {"url": ""}}),
+)
+"""Forms of a part of each kind, of which a template may know one."""
 NO_OPTIONS: Mapping[str, Any] = {}
 USER: ChatMessage = {"role": "user", "content": "x"}
 ASSISTANT: ChatMessage = {"role": "assistant", "content": "y"}
@@ -102,15 +106,15 @@ class RenderedChat:
 
     Args:
         adjusted: changes to the client's messages, for example for a template that rejects them.
-        marker: text that stands for an item of media.
+        markers: texts that stand for items of media, one for each kind.
     """
 
     def __init__(
-        self, plain: PlainText, marked: str, adjusted: Adjusted | None = None, marker: str = ""
+        self, plain: PlainText, marked: str, adjusted: Adjusted | None = None, markers: Sequence[str] = ()
     ) -> None:
         self._plain = plain
         self._marked = marked
-        self._marker = marker
+        self._markers = tuple(markers)
         self.adjusted = adjusted or {}
 
     @property
@@ -131,11 +135,23 @@ class RenderedChat:
     def with_media(self, texts: Sequence[str]) -> RenderedChat:
         """Return the prompt with these texts in place of its markers, which are as many, in order."""
         kept, last = [], 0
-        places = self._plain.places_of(self._marker, self._marked) if texts else []
-        for place, text in zip(places, texts, strict=True):
+        for (place, kind), text in zip(self._places() if texts else [], texts, strict=True):
             kept += [self._marked[last:place], text]
-            last = place + len(self._marker)
-        return RenderedChat(self._plain, "".join([*kept, self._marked[last:]]), self.adjusted, self._marker)
+            last = place + len(self._markers[kind])
+        return RenderedChat(self._plain, "".join([*kept, self._marked[last:]]), self.adjusted, self._markers)
+
+    def media_kinds(self) -> list[int]:
+        """Return the kinds of the items in the order of the prompt, as indices of `markers`."""
+        return [kind for _, kind in self._places()]
+
+    def _places(self) -> list[tuple[int, int]]:
+        """Return where the markers are, and of which kind."""
+        places = (
+            (place, kind)
+            for kind, marker in enumerate(self._markers)
+            for place in self._plain.places_of(marker, self._marked)
+        )
+        return sorted(places)
 
 
 class ChatTemplate:
@@ -197,7 +213,10 @@ class ChatTemplate:
             and not self._shows(PROBE)
             and self._shows([{"type": "text", "text": PROBE}])
         )
-        self._media_part = None if media is None else self._find_media_part(media.marker)
+        self._media_parts = [
+            self._find_media_part(marker, parts)
+            for marker, parts in zip(self._markers, SHOWN_PARTS, strict=False)
+        ]
         place = place_of_tools(tree, self.variables, self._shows_tools)
         self._tool_place = place or TOOLS_VARIABLE
         if place is not None:
@@ -371,7 +390,7 @@ class ChatTemplate:
         self._check_options(options)
         adjusted: Adjusted = {}
         media = self._shown_media([messages, options])
-        checked = checked_messages(messages, self._aliases, adjusted, media.mark)
+        checked = checked_messages(messages, self._aliases, adjusted, media.marks)
         checked, options = self._tool_place.put(checked, options)
         plain = PlainText(self._literals, [checked, options], self._unsplit)
         variables = {**plain.protect(options), "add_generation_prompt": add_generation_prompt}
@@ -384,7 +403,7 @@ class ChatTemplate:
             except TemplateFailureError as error:
                 refusal = refusal or error
                 continue
-            return RenderedChat(plain, rendered, {**adjusted, **arrangement.adjusted}, self._marker)
+            return RenderedChat(plain, rendered, {**adjusted, **arrangement.adjusted}, self._markers)
         assert refusal is not None, "there is always an arrangement"
         raise refusal
 
@@ -412,31 +431,33 @@ class ChatTemplate:
         ]
         rendered = self._run(plain, {**variables, "messages": conversation})
         rendered = _cut_at(plain.end, rendered) if continue_final else rendered
-        self._check_media(plain, rendered, media.count(messages))
+        self._check_media(plain, rendered, media.counts(messages))
         return rendered
 
     @property
-    def _marker(self) -> str:
-        return "" if self._media is None else self._media.marker
+    def _markers(self) -> tuple[str, ...]:
+        return () if self._media is None else self._media.markers
 
     def _shown_media(self, values: Any) -> ShownMedia:
-        """Return the form of media in a conversation; without a mark if the model takes none."""
-        mark = "" if self._media is None else unused_marks(values, 1)[0]
-        return ShownMedia(mark, self._marker, self._media_part)
+        """Return the form of media in a conversation; without marks if the model takes none."""
+        count = len(self._markers)
+        return ShownMedia(unused_marks(values, count) if count else (), self._markers, self._media_parts)
 
-    def _check_media(self, plain: PlainText, rendered: str, wanted: int) -> None:
+    def _check_media(self, plain: PlainText, rendered: str, counts: Sequence[int]) -> None:
         """Raise TemplateFailureError unless the prompt has a marker for each item, and no other."""
-        if self._media is None or (found := len(plain.places_of(self._marker, rendered))) == wanted:
-            return
-        raise TemplateFailureError(
-            f"the chat template shows {found} of the {wanted} images of the messages; images may be where it takes "
-            "none, such as in system or tool messages",
-            param="messages",
-        )
+        for marker, part, wanted in zip(self._markers, MEDIA_PARTS, counts, strict=False):
+            if (found := len(plain.places_of(marker, rendered))) == wanted:
+                continue
+            name = f"{part['type']}s"
+            raise TemplateFailureError(
+                f"the chat template shows {found} of the {wanted} {name} of the messages; {name} may be where it takes "
+                "none, such as in system or tool messages",
+                param="messages",
+            )
 
-    def _find_media_part(self, marker: str) -> dict[str, Any] | None:
+    def _find_media_part(self, marker: str, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """Return the content part for which the template writes a marker; None if it takes texts only."""
-        for part in MEDIA_PARTS:
+        for part in parts:
             content = [part, {"type": "text", "text": PROBE}]
             context = {**self._tokens, "messages": [{"role": "user", "content": content}]}
             try:
@@ -559,7 +580,7 @@ def _known(names: Iterable[str]) -> str:
 def _shown(message: ChatMessage, plain: PlainText, media: ShownMedia, end: str) -> ChatMessage:
     """Return a message as the template reads it, its texts protected."""
     content = message["content"]
-    if media.mark and media.mark in content:
+    if media.is_in(content):
         rest = {name: value for name, value in message.items() if name != "content"}
         return {**plain.protect(rest), "role": message["role"], "content": media.shown(plain, content, end)}
     protected = {**plain.protect(message), "role": message["role"]}

@@ -349,7 +349,7 @@ class ChatAnswer:
 
     def whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
         (output,) = outputs
-        meter = UsageMeter(num_image_tokens=self._encoded.num_image_tokens)
+        meter = UsageMeter(media_tokens=self._encoded.num_media_tokens)
         meter.add(0, output)
         by_index = sorted(output.outputs, key=lambda completion: completion.index)
         choices = [self._choice(completion) for completion in by_index]
@@ -371,8 +371,8 @@ class ChatAnswer:
     def stream_usage(self, prompt_lengths: list[int]) -> StreamUsage:
         """Return the usage counter for a stream's chunks."""
         force = self._server.config.enable_force_include_usage
-        num_image_tokens = self._encoded.num_image_tokens
-        return StreamUsage(self._request, prompt_lengths, force=force, num_image_tokens=num_image_tokens)
+        media_tokens = self._encoded.num_media_tokens
+        return StreamUsage(self._request, prompt_lengths, force=force, media_tokens=media_tokens)
 
     def choice(self, index: int) -> ChatChoiceBuilder | None:
         """Return the parser of a choice; None before its first output."""
@@ -380,9 +380,9 @@ class ChatAnswer:
 
     def chunks_of_whole(self, output: RequestOutput) -> Iterator[ChatChunk]:
         """Yield the chunks of a stream whose only output is this final one, with usage."""
-        num_image_tokens = self._encoded.num_image_tokens
+        media_tokens = self._encoded.num_media_tokens
         lengths = [len(output.prompt_token_ids)]
-        usage = StreamUsage(self._request, lengths, force=True, num_image_tokens=num_image_tokens)
+        usage = StreamUsage(self._request, lengths, force=True, media_tokens=media_tokens)
         yield from self.chunks_of(output, usage)
         yield self.chunk([], usage.closing())
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
 
 FLOOR = -9999.0
+NO_MEDIA: Mapping[str, int] = {}
 # Alternatives reported per position: so many of the most likely (-1: all), or these token ids.
 Top = int | Sequence[int]
 
@@ -170,11 +171,13 @@ class UsageMeter:
 
     Args:
         prompt_lengths: tokens of each prompt, known before the first output.
-        num_image_tokens: tokens of the prompts in whose place images are.
+        media_tokens: number of tokens of the prompts in whose place an "image" or a "video" is.
     """
 
-    def __init__(self, prompt_lengths: Sequence[int] = (), num_image_tokens: int = 0) -> None:
-        self._num_image_tokens = num_image_tokens
+    def __init__(
+        self, prompt_lengths: Sequence[int] = (), media_tokens: Mapping[str, int] = NO_MEDIA
+    ) -> None:
+        self._media_tokens = media_tokens
         self._prompt_tokens = dict(enumerate(prompt_lengths))
         self._latest: dict[int, RequestOutput] = {}
         self._completion_tokens = 0
@@ -211,7 +214,8 @@ class UsageMeter:
             prompt_tokens_details=PromptTokensDetails(
                 num_cached_tokens,
                 sum(one.num_stored_tokens for one in latest.values()) or UNSET,
-                self._num_image_tokens or UNSET,
+                self._media_tokens.get("image") or UNSET,
+                self._media_tokens.get("video") or UNSET,
             ),
             completion_tokens_details=self._completion_details(),
         )
@@ -264,7 +268,7 @@ class StreamUsage:
     Args:
         prompt_lengths: tokens of each prompt of the request.
         force: add usage to every chunk, even if not requested.
-        num_image_tokens: as in `UsageMeter`.
+        media_tokens: as in `UsageMeter`.
     """
 
     def __init__(
@@ -273,7 +277,7 @@ class StreamUsage:
         prompt_lengths: list[int],
         *,
         force: bool,
-        num_image_tokens: int = 0,
+        media_tokens: Mapping[str, int] = NO_MEDIA,
     ) -> None:
         options = request.stream_options
         self.wanted = force or (options is not None and options.include_usage)
@@ -281,7 +285,7 @@ class StreamUsage:
             force or (options is not None and options.continuous_usage_stats)
         )
         self._notes = request.notes
-        self._meter = UsageMeter(prompt_lengths, num_image_tokens)
+        self._meter = UsageMeter(prompt_lengths, media_tokens)
         self._num_open = request.n * len(prompt_lengths)
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:

@@ -35,7 +35,9 @@ from quire.entrypoints.openai.tool_choice import resolve_tools
 from quire.errors import UnsupportedMediaTypeError, ValidationError
 
 # Not supported, but rejected together with the message part that contains them.
-MEDIA = frozenset({"image_url", "input_image", "input_audio", "audio_url", "video_url", "file"})
+MEDIA = frozenset(
+    {"image_url", "input_image", "input_audio", "audio_url", "video_url", "input_video", "file"}
+)
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_DEPTH = 64
@@ -247,6 +249,8 @@ MESSAGE = FieldRules(
                     ("text", "thinking", "reasoning", "summary"), FieldRules(frozenset({"type", "text"}))
                 ),
                 "image_url": FieldRules(frozenset({"url", "detail"})),
+                "video_url": FieldRules(frozenset({"url"})),
+                "input_video": FieldRules(frozenset({"url", "data"})),
             },
         ),
         "tool_calls": TOOL_CALL,

@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ClientError, ValidationError
 from quire.multimodal.arrays import write_arrays
 from quire.multimodal.door.decoding import (
     EMBEDS,
+    FRAMES,
+    IMAGE,
     RAW,
+    VIDEO,
     layout_of,
     prepare_image,
     read_embeds,
@@ -29,6 +33,7 @@ from quire.multimodal.door.decoding import (
 from quire.multimodal.door.jobs import DecodeJob, DecodeReply, DecodeSetup
 from quire.multimodal.door.layout import Layout
 from quire.multimodal.processors.base import Processor, make_processor
+from quire.multimodal.processors.video import VideoFacts
 from quire.processes import limit_memory
 from quire.structured_output.checker import read_frame, write_frame
 
@@ -58,8 +63,9 @@ def run(job: DecodeJob, processor: Processor, setup: DecodeSetup) -> DecodeReply
     except ClientError as error:
         return DecodeReply(error=error.message, param=error.param or "")
     except MemoryError:
+        name = VIDEO if job.kind in (VIDEO, FRAMES) else IMAGE
         return DecodeReply(
-            error=f"the image needs more than {setup.memory_bytes >> 20} MiB to decode and resize"
+            error=f"the {name} needs more than {setup.memory_bytes >> 20} MiB to decode and resize"
         )
 
 
@@ -72,9 +78,30 @@ def _prepared(job: DecodeJob, processor: Processor) -> tuple[dict[str, NDArray[A
                 f"embeddings must have {job.hidden_size} numbers each, got {arrays['values'].shape[1]}"
             )
         return arrays, layout_of(processor.prepare_embeds(arrays["values"]))
+    if job.kind in (VIDEO, FRAMES):
+        return _prepared_video(job, content, processor)
     if job.kind == RAW:
-        return prepare_image(processor, read_raw(content, job.size), job.options)
+        return prepare_image(processor, read_raw(content, (job.size[0], job.size[1])), job.options)
     return prepare_image(processor, read_image(content, job.max_pixels), job.options)
+
+
+def _prepared_video(
+    job: DecodeJob, content: bytes, processor: Processor
+) -> tuple[dict[str, NDArray[Any]], Layout]:
+    from quire.multimodal.door.video import read_video
+
+    videos = processor.videos
+    if videos is None:
+        raise ValidationError("this model takes no videos")
+    if job.kind == VIDEO:
+        decoded = read_video(content, videos, job.options, job.max_pixels)
+        return decoded.prepared.arrays, layout_of(decoded.prepared, decoded.num_pixels)
+    count, height, width = job.size
+    frames = np.frombuffer(content, np.uint8).reshape(count, height, width, 3)
+    facts = VideoFacts(job.num_frames or count, (height, width), job.fps, False, job.chosen)
+    clip = videos.sample(facts, job.options)
+    prepared = videos.prepare(clip, (frames[index] for index in clip.reads), job.options)
+    return prepared.arrays, layout_of(prepared, len(clip.reads) * height * width)
 
 
 if __name__ == "__main__":

@@ -35,13 +35,16 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 RAW = "raw"  # Kind of input: pixels of a PIL image, not encoded.
-IMAGE, EMBEDS = "image", "embeds"
+IMAGE, EMBEDS, VIDEO = "image", "embeds", "video"
+FRAMES = "frames"  # Kind of input: RGB pixels of all frames of a video, not encoded.
 NPY_MAGIC = b"\x93NUMPY"
 
 
 def layout_of(prepared: Prepared, num_pixels: int = 0) -> Layout:
     runs = [list(run.pieces) for run in prepared.runs]
-    return Layout(prepared.text, runs, prepared.grid, prepared.both_ways, num_pixels)
+    return Layout(
+        prepared.text, runs, prepared.grid, prepared.both_ways, num_pixels, prepared.seconds_per_frame
+    )
 
 
 def read_image(content: bytes, max_pixels: int) -> Image.Image:
@@ -73,13 +76,13 @@ def read_image(content: bytes, max_pixels: int) -> Image.Image:
         ) from None
 
 
-def check_size(width: int, height: int, max_pixels: int) -> None:
-    """Raise ValidationError if an image is empty or too large."""
+def check_size(width: int, height: int, max_pixels: int, kind: str = IMAGE) -> None:
+    """Raise ValidationError if an image, or a frame of a video, is empty or too large."""
     if not 0 < width <= MAX_SIDE or not 0 < height <= MAX_SIDE:
-        raise ValidationError(f"the image is {width} x {height} pixels; each side must be 1 to {MAX_SIDE}")
+        raise ValidationError(f"the {kind} is {width} x {height} pixels; each side must be 1 to {MAX_SIDE}")
     if width * height > max_pixels:
         raise ValidationError(
-            f"the image is {width} x {height} pixels, more than the limit of {max_pixels} that is left of the request's"
+            f"the {kind} is {width} x {height} pixels, more than the {max_pixels} that are left of the request's"
         )
 
 

@@ -3,21 +3,24 @@
 
 Invariant: the event loop never decodes, hashes or reads files; threads and killable processes do. Bytes of one item, of
 one request and of all requests at once are bounded, as are the pixels of a request. An item's digest covers its bytes,
-its options, the checkpoint's files and Pillow's version: all that its arrays depend on. A client's name of an item
-(`uuid`) is only ever a reference to a digest, and belongs to its tenant.
+its options, the checkpoint's files and the decoders' versions: all that its arrays depend on. A client's name of an
+item (`uuid`) is only ever a reference to a digest, and belongs to its tenant.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.util
 import json
+import math
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,9 +30,10 @@ from PIL import Image
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, UnavailableError, ValidationError
-from quire.multimodal.door.decoding import EMBEDS, IMAGE, MAX_PIXELS, RAW, check_size
+from quire.multimodal.door.decoding import EMBEDS, FRAMES, IMAGE, MAX_PIXELS, RAW, VIDEO, check_size
 from quire.multimodal.door.fetch import fetch
 from quire.multimodal.door.files import Lease, MediaFiles
+from quire.multimodal.door.frames import FrameFacts, read_frames
 from quire.multimodal.door.jobs import DecodeJob, DecodeReply, DecodeSetup
 from quire.multimodal.door.layout import MediaTokens, PreparedItem
 from quire.multimodal.door.parts import MediaPart
@@ -49,13 +53,19 @@ from quire.multimodal.processors.pixels import as_rgb
 T = TypeVar("T")
 NUM_PROCESSES = 2
 LIMIT_S = 30.0
+VIDEO_LIMIT_S = 120.0
 MEMORY_BYTES = 2 * 2**30
 MAX_ITEMS = 999
 MAX_REQUEST_BYTES = 256 * 2**20
 MAX_BYTES_AT_ONCE = 512 * 2**20
 MAX_REQUEST_PIXELS = 4 * MAX_PIXELS
+MAX_VIDEO_PIXELS = 2**31  # Of all frames that are read, in their own size: some 1,000 of 1080 lines.
+NO_AV = "videos need PyAV on the server: pip install 'quire-llm[av]'"
 MAX_NAMES = 2**16
-FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
+FILES = (
+    *("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"),
+    "video_preprocessor_config.json",
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,7 @@ class _Totals:
 
     num_bytes: int = 0
     num_pixels: int = 0
+    num_video_pixels: int = 0
 
     def add_bytes(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
@@ -81,22 +92,43 @@ class _Totals:
                 param="messages",
             )
 
-    def add_pixels(self, num_pixels: int) -> None:
-        self.num_pixels += num_pixels
+    def add_pixels(self, num_pixels: int, kind: str) -> None:
+        if kind in (VIDEO, FRAMES):
+            self.num_video_pixels += num_pixels
+        else:
+            self.num_pixels += num_pixels
+        if self.num_video_pixels > MAX_VIDEO_PIXELS:
+            raise ValidationError(
+                f"the frames that would be read of the request's videos have more than {MAX_VIDEO_PIXELS} pixels, the "
+                "limit of one request",
+                param="messages",
+            )
         if self.num_pixels > MAX_REQUEST_PIXELS:
             raise ValidationError(
                 f"the images of the request have more than {MAX_REQUEST_PIXELS} pixels, the limit of one request",
                 param="messages",
             )
 
+    def left_for(self, kind: str) -> int:
+        """Return the most pixels that one more item may have."""
+        if kind in (VIDEO, FRAMES):
+            return MAX_VIDEO_PIXELS - self.num_video_pixels
+        return min(MAX_PIXELS, MAX_REQUEST_PIXELS - self.num_pixels)
+
 
 @dataclass(frozen=True)
 class _Content:
-    """Bytes of an item, encoded or RGB."""
+    """Bytes of an item, encoded or RGB; `size` and `facts` are those of `DecodeJob`."""
 
     kind: str
     data: bytes
-    size: tuple[int, int] = (0, 0)
+    size: tuple[int, ...] = ()
+    facts: FrameFacts = field(default_factory=FrameFacts)
+
+    @property
+    def item_kind(self) -> str:
+        """Kind of the item that it becomes."""
+        return {RAW: IMAGE, FRAMES: VIDEO}.get(self.kind, self.kind)
 
 
 class ByteBudget:
@@ -153,9 +185,16 @@ class MediaDoor:
 
     @property
     def tokens(self) -> MediaTokens:
-        """Tokens of the model's images."""
-        processor = self.processor
-        return MediaTokens(processor.marker, processor.placeholder, processor.literals)
+        """Tokens of the model's images and videos."""
+        processor, videos = self.processor, self.processor.videos
+        of_videos = ("", "") if videos is None else (videos.marker, videos.placeholder)
+        literals = dict.fromkeys([*processor.literals, *filter(None, of_videos)])
+        return MediaTokens(processor.marker, processor.placeholder, tuple(literals), *of_videos)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of media that the model takes."""
+        return [IMAGE] if self.processor.videos is None else [IMAGE, VIDEO]
 
     async def admit(
         self, parts: Sequence[MediaPart], options: Mapping[str, Any] | None = None, tenant: str = ""
@@ -172,10 +211,12 @@ class MediaDoor:
         """
         if not self._end.alive:
             raise UnavailableError("images cannot be processed: the engine is shutting down")
-        checked = self.processor.checked_options(options or {})
-        self._check_count(len(parts))
+        checked = {kind: self.processor.checked_options(options or {}, kind) for kind in (IMAGE, VIDEO)}
+        self._check_kinds(parts)
         totals = _Totals()
-        tasks = [asyncio.ensure_future(self._admit_one(part, checked, tenant, totals)) for part in parts]
+        tasks = [
+            asyncio.ensure_future(self._admit_one(part, checked[part.kind], tenant, totals)) for part in parts
+        ]
         try:
             found = await asyncio.gather(*tasks)
         except BaseException:
@@ -190,19 +231,26 @@ class MediaDoor:
         self._end()
         self.files.close()
 
-    def _check_count(self, count: int) -> None:
-        said = self._options.limit_mm_per_prompt.get(IMAGE, MAX_ITEMS)
-        limit = said.get("count", MAX_ITEMS) if isinstance(said, dict) else said
-        if count > limit:
-            raise ValidationError(
-                f"the request has {count} images, the limit is {limit} (--limit-mm-per-prompt)",
-                param="messages",
-            )
+    def _check_kinds(self, parts: Sequence[MediaPart]) -> None:
+        for part in parts:
+            if part.kind not in self.kinds:
+                raise ValidationError(
+                    f"{part.where} is a video, and this model takes images", param=part.where
+                )
+        for kind, count in Counter(part.kind for part in parts).items():
+            said = self._options.limit_mm_per_prompt.get(kind, MAX_ITEMS)
+            limit = said.get("count", MAX_ITEMS) if isinstance(said, dict) else said
+            if count > limit:
+                raise ValidationError(
+                    f"the request has {count} {kind}s, the limit is {limit} (--limit-mm-per-prompt)",
+                    param="messages",
+                )
 
     async def _admit_one(
         self, part: MediaPart, options: dict[str, Any], tenant: str, totals: _Totals
     ) -> tuple[PreparedItem, Lease]:
-        name = _framed(b"name", self._root, tenant.encode(), part.uuid.encode(), _canonical(options))
+        named = (tenant, part.kind, part.uuid)
+        name = _framed(b"name", self._root, *(each.encode() for each in named), _canonical(options))
         if part.source is None:
             return self._known(part, name)
         async with self._reserved(part):
@@ -218,8 +266,8 @@ class MediaDoor:
         item = None if digest is None else self.files.find(digest)
         if item is None:
             raise ValidationError(
-                f"{part.where} has no data, and the server has no image of the uuid {part.uuid!r:.80} any more, with "
-                "these options; send its data again",
+                f"{part.where} has no data, and the server has no {part.kind} of the uuid {part.uuid!r:.80} any more, "
+                "with these options; send its data again",
                 param=part.where,
             )
         return item, self.files.lease(item.digest)
@@ -246,18 +294,20 @@ class MediaDoor:
             )
         if isinstance(part.source, str) and scheme_of(part.source) in HTTP and not part.is_base64:
             data = await fetch(part.source, self._options.allowed_media_domains, part.where)
-            content = _Content(IMAGE, data)
+            content = _Content(part.kind, data)
         else:
             content = await self._in_thread(self._read_here, part)
         totals.add_bytes(len(content.data))
         if content.kind == RAW:
-            totals.add_pixels(content.size[0] * content.size[1])
+            totals.add_pixels(math.prod(content.size), RAW)
+        if content.kind == VIDEO and importlib.util.find_spec("av") is None:
+            raise ValidationError(f"{part.where}: {NO_AV}", param=part.where)
         return content
 
     def _read_here(self, part: MediaPart) -> _Content:
         source, where = part.source, part.where
         if not isinstance(source, str):
-            return _raw(source, where)
+            return _raw_frames(source, where) if part.kind == VIDEO else _raw(source, where)
         if part.is_embeds:
             data = (
                 read_data_url(source, where, EMBEDS)
@@ -266,21 +316,26 @@ class MediaDoor:
             )
             return _Content(EMBEDS, data)
         if part.is_base64:
-            return _Content(IMAGE, read_base64(source, where))
+            return _Content(part.kind, read_base64(source, where))
         match scheme_of(source):
             case "data":
-                return _Content(IMAGE, read_data_url(source, where))
+                return _Content(part.kind, read_data_url(source, where, part.kind))
             case "file":
-                return _Content(IMAGE, read_file_url(source, self._options.allowed_local_media_path, where))
+                return _Content(
+                    part.kind, read_file_url(source, self._options.allowed_local_media_path, where)
+                )
         if self._offline:
-            return _Content(IMAGE, read_file(source, self._options.allowed_local_media_path or "/", where))
+            return _Content(
+                part.kind, read_file(source, self._options.allowed_local_media_path or "/", where)
+            )
         raise ValidationError(
             f"{where} must be a URL that begins with data:, http:, https: or file:", param=where
         )
 
     def _digest(self, content: _Content, options: dict[str, Any]) -> bytes:
-        size = json.dumps(content.size).encode()
-        return _framed(self._root, content.kind.encode(), size, _canonical(options), content.data)
+        facts = content.facts
+        shape = json.dumps([content.size, facts.fps, facts.num_frames, facts.chosen]).encode()
+        return _framed(self._root, content.kind.encode(), shape, _canonical(options), content.data)
 
     async def _processed(
         self, digest: bytes, content: _Content, options: dict[str, Any], part: MediaPart, totals: _Totals
@@ -294,11 +349,10 @@ class MediaDoor:
                 reply = await self._decode(digest, content, options, totals)
                 if reply.layout is None:
                     raise ValidationError(f"{part.where}: {reply.error}", param=reply.param or part.where)
-                kind = EMBEDS if content.kind == EMBEDS else IMAGE
-                item = self.files.add(digest, kind, reply.layout, reply.num_bytes)
+                item = self.files.add(digest, content.item_kind, reply.layout, reply.num_bytes)
             lease = self.files.lease(digest)
-        if content.kind == IMAGE:
-            totals.add_pixels(item.layout.num_pixels)
+        if content.kind in (IMAGE, VIDEO, FRAMES):
+            totals.add_pixels(item.layout.num_pixels, content.kind)
         return item, lease
 
     async def _decode(
@@ -314,9 +368,12 @@ class MediaDoor:
             str(source),
             str(self.files.path_of(digest)),
             options,
-            min(MAX_PIXELS, MAX_REQUEST_PIXELS - totals.num_pixels),
+            totals.left_for(content.kind),
             content.size,
             self._config.arch.hidden_size,
+            content.facts.fps,
+            content.facts.num_frames,
+            content.facts.chosen,
         )
         work = asyncio.get_running_loop().run_in_executor(
             self._threads, self._run_job, job, content.data, ticket
@@ -334,7 +391,7 @@ class MediaDoor:
         source = Path(job.input)
         try:
             source.write_bytes(data)
-            return self._pool.run(job, ticket, LIMIT_S)
+            return self._pool.run(job, ticket, VIDEO_LIMIT_S if job.kind in (VIDEO, FRAMES) else LIMIT_S)
         except OSError as error:
             raise UnavailableError(f"images cannot be stored: {error.strerror}") from None
         finally:
@@ -362,6 +419,20 @@ def _raw(source: Any, where: str) -> _Content:
         raise ValidationError(f"{where}: {error.message}", param=where) from None
     image = as_rgb(source)
     return _Content(RAW, image.tobytes(), image.size)
+
+
+def _raw_frames(source: Any, where: str) -> _Content:
+    """Return the RGB pixels of frames that the caller has."""
+    frames, facts = read_frames(source, where)
+    try:
+        check_size(frames.shape[2], frames.shape[1], MAX_PIXELS, VIDEO)
+    except ValidationError as error:
+        raise ValidationError(f"{where}: {error.message}", param=where) from None
+    if frames.size > 3 * MAX_VIDEO_PIXELS:
+        raise ValidationError(
+            f"{where} has more than {MAX_VIDEO_PIXELS} pixels in all its frames", param=where
+        )
+    return _Content(FRAMES, frames.tobytes(), frames.shape[:3], facts)
 
 
 def _from_array(source: Any, where: str) -> Image.Image:
@@ -394,7 +465,12 @@ def _root_digest(config: EngineConfig, architecture: str) -> bytes:
     paths = [Path(config.model_dir) / name for name in FILES]
     contents = [path.read_bytes() if path.is_file() else b"" for path in paths]
     own = _canonical(config.multimodal.mm_processor_kwargs)
-    return _framed(b"quire media 1", architecture.encode(), own, PIL.__version__.encode(), *contents)
+    decoders = f"{PIL.__version__} {_av_version()}".encode()
+    return _framed(b"quire media 1", architecture.encode(), own, decoders, *contents)
+
+
+def _av_version() -> str:
+    return "" if importlib.util.find_spec("av") is None else version("av")
 
 
 def architecture_of(config: EngineConfig) -> str:

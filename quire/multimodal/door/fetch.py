@@ -75,7 +75,7 @@ def checked_target(url: str, allowed: Collection[str], where: str) -> Target:
         allowed_names = ", ".join(sorted(allowed)) or "none"
         raise ValidationError(
             f"{where} names the host {target.authority!r:.120}, which the operator does not allow "
-            f"(--allowed-media-domains: {allowed_names}); send the image as a data URL",
+            f"(--allowed-media-domains: {allowed_names}); send it as a data URL",
             param=where,
         )
     return target

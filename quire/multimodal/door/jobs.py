@@ -23,12 +23,15 @@ class DecodeJob(msgspec.Struct, frozen=True):
     """One item to process.
 
     Args:
-        kind: "image", "raw" (RGB pixels) or "embeds".
+        kind: "image", "raw" (RGB pixels), "video", "frames" (RGB pixels) or "embeds".
         input, output: files of the item's bytes and of its arrays.
         options: the request's, checked.
-        max_pixels: most pixels that its header may state.
-        size: (width, height) of raw pixels.
+        max_pixels: most pixels that its header may state, or that may be read of a video.
+        size: (width, height) of raw pixels; (frames, height, width) of raw frames.
         hidden_size: of embeddings.
+        fps: of raw frames; 0: unknown.
+        num_frames: of the video of raw frames; 0: as many as there are.
+        chosen: indices of raw frames in that video, if the caller sampled them.
     """
 
     kind: str
@@ -36,8 +39,11 @@ class DecodeJob(msgspec.Struct, frozen=True):
     output: str
     options: dict[str, Any]
     max_pixels: int
-    size: tuple[int, int] = (0, 0)
+    size: tuple[int, ...] = ()
     hidden_size: int = 0
+    fps: float = 0.0
+    num_frames: int = 0
+    chosen: tuple[int, ...] | None = None
 
 
 class DecodeReply(msgspec.Struct, frozen=True):

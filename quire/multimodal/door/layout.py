@@ -22,7 +22,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     Args:
         runs: pairs of token and count for each placeholder of `text`.
-        num_pixels: of the decoded image.
+        num_pixels: of the decoded image, or of all frames that were read of a video.
     """
 
     text: str
@@ -30,6 +30,7 @@ class Layout(msgspec.Struct, frozen=True):
     grid: tuple[int, int, int] = (0, 0, 0)
     both_ways: bool = False
     num_pixels: int = 0
+    seconds_per_frame: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,20 @@ class PreparedItem:
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """Tokens of a model's media: see `quire.multimodal.processors.base.Processor`."""
+    """Tokens of a model's media: see `quire.multimodal.processors.base.Processor`.
+
+    `video_marker` and `video_placeholder` are those of a video; empty if the model takes none.
+    """
 
     marker: str
     placeholder: str
     literals: tuple[str, ...]
+    video_marker: str = ""
+    video_placeholder: str = ""
+
+    def placeholder_of(self, kind: str) -> str:
+        """Return the token that takes the embeddings of an item."""
+        return self.video_placeholder if kind == "video" else self.placeholder
 
 
 class Expansion:
@@ -68,7 +78,9 @@ class Expansion:
     ) -> None:
         self._tokens = tokens
         self._items = items
-        names = {name for item in items for run in item.layout.runs for name, _ in run} | {tokens.placeholder}
+        self._placeholders = list(dict.fromkeys(tokens.placeholder_of(item.kind) for item in items))
+        names = {name for item in items for run in item.layout.runs for name, _ in run}
+        names.update(self._placeholders)
         found = {name: id_of(name) for name in names}
         missing = sorted(name for name, token_id in found.items() if token_id is None)
         if missing:
@@ -87,37 +99,45 @@ class Expansion:
         Raises:
             ValidationError: there are more or fewer placeholders than the items have.
         """
-        placeholder = self._ids[self._tokens.placeholder]
-        wanted = sum(len(item.layout.runs) for item in self._items)
-        if (found := token_ids.count(placeholder)) != wanted:
-            raise ValidationError(
-                f"the prompt has {found} placeholders {self._tokens.placeholder!r} and the media need {wanted}",
-                param="messages",
-            )
+        self._check_counts(token_ids)
         ids: list[int] = []
         media: list[MediaItem] = []
         begin = 0
         for item in self._items:
             positions: list[tuple[int, int]] = []
             start = None
+            placeholder = self._ids[self._tokens.placeholder_of(item.kind)]
             for run in item.layout.runs:
                 place = token_ids.index(placeholder, begin)
                 ids += token_ids[begin:place]
                 start = len(ids) if start is None else start
-                self._add_run(run, ids, positions)
+                self._add_run(run, item.kind, ids, positions)
                 begin = place + 1
             media.append(_media_item(item, start or 0, len(ids), positions))
         ids += token_ids[begin:]
         return ids, media
 
-    def _add_run(self, run: list[tuple[str, int]], ids: list[int], positions: list[tuple[int, int]]) -> None:
+    def _check_counts(self, token_ids: Sequence[int]) -> None:
+        for name in self._placeholders:
+            own = [item for item in self._items if self._tokens.placeholder_of(item.kind) == name]
+            wanted, found = sum(len(item.layout.runs) for item in own), token_ids.count(self._ids[name])
+            if found != wanted:
+                raise ValidationError(
+                    f"the prompt has {found} placeholders {name!r} and the media need {wanted}",
+                    param="messages",
+                )
+
+    def _add_run(
+        self, run: list[tuple[str, int]], kind: str, ids: list[int], positions: list[tuple[int, int]]
+    ) -> None:
         """Append the tokens of a placeholder, and where they take embeddings."""
         for name, count in run:
-            if name == self._tokens.placeholder:
+            if name == self._tokens.placeholder_of(kind):
                 positions.append((len(ids), len(ids) + count))
             ids += [self._ids[name]] * count
 
 
 def _media_item(item: PreparedItem, start: int, end: int, positions: list[tuple[int, int]]) -> MediaItem:
     layout = item.layout
-    return MediaItem(item.digest, item.kind, start, end, positions, item.path, layout.grid, layout.both_ways)
+    shape = (layout.grid, layout.both_ways, layout.seconds_per_frame)
+    return MediaItem(item.digest, item.kind, start, end, positions, item.path, *shape)

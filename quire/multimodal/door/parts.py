@@ -14,26 +14,32 @@ from typing import Any
 from quire.errors import ValidationError
 from quire.inputs import ChatMessage
 
-IMAGE_PART = {"type": "image"}
+PLACES = {"image": {"type": "image"}, "video": {"type": "video"}}
 IMAGE_KINDS = ("image_url", "input_image", "image_pil", "image_embeds")
+VIDEO_KINDS = ("video_url", "input_video", "video")
+OFFLINE_KINDS = ("image_pil", "video")
+TAKEN = (*IMAGE_KINDS, *VIDEO_KINDS)
 OTHER_KINDS = (
-    *("input_audio", "audio_url", "audio_embeds", "video", "video_url", "input_video", "video_embeds"),
+    *("input_audio", "audio_url", "audio_embeds", "video_embeds"),
     *("file", "input_file", "document", "prompt_embeds"),
 )
+NESTED = {"image_url": {"url", "detail"}, "video_url": {"url"}, "input_video": {"url", "data"}}
+"""Parts whose value may be an object -> its fields; `data` is base64."""
 DETAILS = (None, "auto", "low", "high", "original")
 MAX_UUID_CHARS = 256
 
 
 @dataclass(frozen=True)
 class MediaPart:
-    """One image of a request, not read yet.
+    """One image or video of a request, not read yet.
 
     Args:
         where: its field, for errors.
-        source: URL, PIL image or array; None if `uuid` names an image that the server has.
+        source: URL, PIL image or array; None if `uuid` names an item that the server has.
         is_embeds: the source is base64 of a file of embeddings.
-        is_base64: the source is base64 of an image, without a URL's beginning.
+        is_base64: the source is base64 of the item, without a URL's beginning.
         uuid: the client's name of the content.
+        kind: "image" or "video".
     """
 
     where: str
@@ -41,6 +47,7 @@ class MediaPart:
     is_embeds: bool = False
     is_base64: bool = False
     uuid: str = ""
+    kind: str = "image"
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class FoundMedia:
 def is_media(part: Any) -> bool:
     """Return whether a content part holds anything but text."""
     kind = part.get("type") if isinstance(part, dict) else None
-    return isinstance(kind, str) and (kind in IMAGE_KINDS or kind in OTHER_KINDS)
+    return isinstance(kind, str) and (kind in TAKEN or kind in OTHER_KINDS)
 
 
 def first_media(messages: Sequence[Any]) -> tuple[str, str] | None:
@@ -72,7 +79,7 @@ def find_media(messages: Sequence[Any], *, offline: bool = False) -> FoundMedia:
     """Take the media out of messages.
 
     Args:
-        offline: the caller is this process, and may pass PIL images.
+        offline: the caller is this process, and may pass PIL images and frames.
 
     Raises:
         ValidationError: a part is malformed, or of a kind that is not supported; names it.
@@ -92,13 +99,13 @@ def _place(part: Any, where: str, found: FoundMedia, offline: bool) -> Any:
     if not is_media(part):
         return part
     kind = part["type"]
-    if kind in OTHER_KINDS or (kind == "image_pil" and not offline):
+    if kind in OTHER_KINDS or (kind in OFFLINE_KINDS and not offline):
         raise ValidationError(
-            f"{where} has the type {kind!r}, which is not supported; this model takes text and image_url",
+            f"{where} has the type {kind!r}, which is not supported; models take text, and image_url or video_url",
             param=where,
         )
     found.parts.append(_read(part, kind, where, found.idle))
-    return IMAGE_PART
+    return PLACES[found.parts[-1].kind]
 
 
 def _read(part: dict[str, Any], kind: str, where: str, idle: list[str]) -> MediaPart:
@@ -113,22 +120,32 @@ def _read(part: dict[str, Any], kind: str, where: str, idle: list[str]) -> Media
             f"{where}.file_id is not supported: this server keeps no files; send image_url",
             param=f"{where}.file_id",
         )
-    unknown = part.keys() - {"type", name, "uuid", "detail", "file_id", "cache_control"}
-    if unknown:
-        raise ValidationError(f"{where} has an unknown field {min(unknown)!r:.60}", param=where)
-    value, detail = part.get(name), part.get("detail")
-    if name == "image_url" and isinstance(value, dict):
+    _check_fields(part, {"type", name, "uuid", "detail", "file_id", "cache_control"}, where)
+    value, is_base64 = part.get(name), False
+    detail = part.get("detail")
+    if name in NESTED and isinstance(value, dict):
+        _check_fields(value, NESTED[name], f"{where}.{name}")
         detail = value.get("detail", detail)
-        if unknown := value.keys() - {"url", "detail"}:
-            raise ValidationError(f"{where}.image_url has an unknown field {min(unknown)!r:.60}", param=where)
-        value = value.get("url")
+        is_base64 = value.get("url") is None and value.get("data") is not None
+        value = value.get("data") if is_base64 else value.get("url")
+    _check_detail(detail, where, idle)
+    item_kind = "video" if kind in VIDEO_KINDS else "image"
+    if value is None and uuid:
+        return MediaPart(where, None, uuid=uuid, kind=item_kind)
+    if kind not in OFFLINE_KINDS and (not isinstance(value, str) or not value):
+        raise ValidationError(f"{where} needs {name} with text: a URL, or base64 of embeddings", param=where)
+    is_embeds = kind == "image_embeds"
+    return MediaPart(where, value, is_embeds=is_embeds, is_base64=is_base64, uuid=uuid or "", kind=item_kind)
+
+
+def _check_fields(value: dict[str, Any], known: set[str], where: str) -> None:
+    if unknown := value.keys() - known:
+        raise ValidationError(f"{where} has an unknown field {min(unknown)!r:.60}", param=where)
+
+
+def _check_detail(detail: Any, where: str, idle: list[str]) -> None:
     if not isinstance(detail, str | None) or detail not in DETAILS:
         allowed = ", ".join(filter(None, DETAILS))
         raise ValidationError(f"{where}.detail must be one of {allowed}, got {detail!r:.40}", param=where)
     if detail not in (None, "auto"):
         idle.append("messages[].content[].detail")
-    if value is None and uuid:
-        return MediaPart(where, None, uuid=uuid)
-    if kind != "image_pil" and (not isinstance(value, str) or not value):
-        raise ValidationError(f"{where} needs {name} with text: a URL, or base64 of embeddings", param=where)
-    return MediaPart(where, value, is_embeds=kind == "image_embeds", uuid=uuid or "")

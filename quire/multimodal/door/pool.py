@@ -82,7 +82,7 @@ class DecodePool:
             return reply
         if ticket.is_cancelled() or self._is_closed:
             raise UnavailableError("the request was cancelled while its images were decoded")
-        raise process.failure(limit_s)
+        raise process.failure(limit_s, "video" if job.kind in ("video", "frames") else "image")
 
     def close(self) -> None:
         """End all processes; idempotent."""
@@ -161,18 +161,18 @@ class _DecodeProcess:
         self.is_idle = reply is not None
         return reply
 
-    def failure(self, limit_s: float) -> ValidationError | UnavailableError:
+    def failure(self, limit_s: float, name: str) -> ValidationError | UnavailableError:
         """Return the error of a job without a result."""
         if not self._has_started:
             return UnavailableError("the process that decodes images did not start; see the server's log")
         if self._was_late:
             return ValidationError(
-                f"the image takes longer than {limit_s:g} s to decode and resize; send a smaller one",
+                f"the {name} takes longer than {limit_s:g} s to decode and resize; send a smaller one",
                 param="messages",
             )
         how = exit_reason(self._process.wait())
         return ValidationError(
-            f"the image crashes its decoder ({how}); send it in another format", param="messages"
+            f"the {name} crashes its decoder ({how}); send it in another format", param="messages"
         )
 
     def stop(self) -> None:

@@ -12,7 +12,7 @@ import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,18 @@ from quire.models.json_object import JsonObject
 from quire.multimodal.families import FAMILIES
 from quire.plugins import import_place
 
+if TYPE_CHECKING:
+    from quire.multimodal.processors.video import VideoProcessor
+
 Arrays = dict[str, NDArray[Any]]
 Size = tuple[int, int]  # height, width
 
 OPTIONS_FIELD = "mm_processor_kwargs"
-SCOPE = "images_kwargs"  # Object inside the options whose keys take precedence.
+IMAGE, VIDEO = "image", "video"
+SCOPES = {
+    IMAGE: "images_kwargs",
+    VIDEO: "videos_kwargs",
+}  # Objects inside the options whose keys take precedence.
 MAX_PREPARED_PIXELS = 2**26  # Largest sum of pixels after resizing, 192 MiB.
 
 
@@ -48,6 +55,7 @@ class Prepared:
         runs: tokens of each placeholder of `text`, in order.
         grid: (frames, rows, columns) of its embeddings, for models that rotate by these three; else zeros.
         both_ways: its positions attend to each other in both directions.
+        seconds_per_frame: time between two frames of a video's grid, for models that rotate by time.
     """
 
     arrays: Arrays = field(repr=False)
@@ -55,6 +63,7 @@ class Prepared:
     runs: tuple[Placeholders, ...]
     grid: tuple[int, int, int] = (0, 0, 0)
     both_ways: bool = False
+    seconds_per_frame: float = 0.0
 
 
 class Processor(abc.ABC):
@@ -63,8 +72,11 @@ class Processor(abc.ABC):
     Attributes:
         marker: text that a chat template writes for an image, and a user writes in a prompt; one token.
         placeholder: the token that takes an embedding.
-        literals: every token that a processed image may consist of; users' text must not turn into one.
+        literals: every token that a processed item may consist of; users' text must not turn into one.
+        videos: processor of videos; None: the model takes none.
     """
+
+    videos: VideoProcessor | None = None
 
     marker: str
     placeholder: str
@@ -112,26 +124,34 @@ class Processor(abc.ABC):
             param="messages",
         )
 
-    def checked_options(self, given: object) -> dict[str, Any]:
-        """Return a request's options without their scope.
+    def checked_options(self, given: object, kind: str = IMAGE) -> dict[str, Any]:
+        """Return a request's options for items of a kind, without their scope.
 
         Raises:
             ValidationError: an option does not exist for this model; names those that do.
         """
         if not isinstance(given, Mapping):
             raise ValidationError(f"{OPTIONS_FIELD} must be an object", param=OPTIONS_FIELD)
-        scope = given.get(SCOPE, {})
-        if not isinstance(scope, Mapping):
-            raise ValidationError(f"{OPTIONS_FIELD}.{SCOPE} must be an object", param=OPTIONS_FIELD)
-        options = {name: value for name, value in given.items() if name != SCOPE} | dict(scope)
-        for name in options:
-            if name not in self.OPTIONS:
-                known = ", ".join(sorted(self.OPTIONS)) or "none"
-                raise ValidationError(
-                    f"{OPTIONS_FIELD} has {name!r:.60}, but this model's options are: {known}",
-                    param=OPTIONS_FIELD,
-                )
-        return options
+        known = {IMAGE: self.OPTIONS, VIDEO: frozenset() if self.videos is None else self.videos.OPTIONS}
+        flat = {name: value for name, value in given.items() if name not in SCOPES.values()}
+        _check_known(flat, known[IMAGE] | known[VIDEO], OPTIONS_FIELD)
+        own = {name: value for name, value in flat.items() if name in known[kind]}
+        for each, scope in SCOPES.items():
+            inside = given.get(scope, {})
+            if not isinstance(inside, Mapping):
+                raise ValidationError(f"{OPTIONS_FIELD}.{scope} must be an object", param=OPTIONS_FIELD)
+            _check_known(inside, known[each], f"{OPTIONS_FIELD}.{scope}")
+            own |= dict(inside) if each == kind else {}
+        return own
+
+
+def _check_known(options: Mapping[Any, Any], known: frozenset[str], where: str) -> None:
+    for name in options:
+        if name not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise ValidationError(
+                f"{where} has {name!r:.60}, but this model's options are: {names}", param=OPTIONS_FIELD
+            )
 
 
 def check_prepared_pixels(num_pixels: int) -> None:

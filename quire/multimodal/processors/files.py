@@ -13,9 +13,11 @@ from typing import Any
 from quire.errors import ModelLoadError
 from quire.models.checkpoint_files import has_file
 from quire.models.json_object import JsonObject, optional_json_object, read_json_object
+from quire.multimodal.processors.base import IMAGE, SCOPES, VIDEO
 
 IMAGE_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
-INSIDE = "image_processor"
+VIDEO_FILE = "video_preprocessor_config.json"
+INSIDE, VIDEO_INSIDE = "image_processor", "video_processor"
 
 
 class ProcessorFiles:
@@ -24,6 +26,7 @@ class ProcessorFiles:
     Attributes:
         config: config.json.
         image: options of the image processor, the operator's included.
+        video: those of the video processor, which are the image processor's in older checkpoints.
         processor: options of the processor around it; empty if there is no such file.
     """
 
@@ -38,7 +41,13 @@ class ProcessorFiles:
                 f"{model_dir} has neither {IMAGE_FILE} nor {INSIDE!r} in {PROCESSOR_FILE}; without them the model "
                 "takes no images (--language-model-only)"
             )
-        self.image = image.with_values(**options)
+        video = optional_json_object(model_dir / VIDEO_FILE)
+        if VIDEO_INSIDE in self.processor:
+            video = self.processor.child(VIDEO_INSIDE)
+        elif not has_file(model_dir / VIDEO_FILE):
+            video = image
+        self.image = _with_options(image, options, SCOPES[IMAGE])
+        self.video = _with_options(video, options, SCOPES[VIDEO])
         self._tokenizer = optional_json_object(model_dir / "tokenizer_config.json")
 
     @property
@@ -52,6 +61,13 @@ class ProcessorFiles:
         places = (self.processor.values, extra, self._tokenizer.values)
         found = (place.get(name) for place in places if isinstance(place, dict))
         return next((_literal(value) for value in found if _literal(value)), usual)
+
+
+def _with_options(values: JsonObject, options: Mapping[str, Any], scope: str) -> JsonObject:
+    """Return the object of a file with an operator's options, those of the scope above all."""
+    flat = {name: value for name, value in options.items() if name not in SCOPES.values()}
+    inside = options.get(scope, {})
+    return values.with_values(**{**flat, **(inside if isinstance(inside, dict) else {})})
 
 
 def _literal(value: Any) -> str:

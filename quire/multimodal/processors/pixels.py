@@ -76,6 +76,20 @@ def table_of(image: JsonObject, mean: tuple[float, ...], std: tuple[float, ...])
     Raises:
         StartupError: an option is malformed, or switches a step off.
     """
+    means, stds = stats_of(image, mean, std)
+    factor = image.number("rescale_factor", FACTOR)
+    scaled = (np.arange(256, dtype=np.float64) * factor).astype(np.float32)
+    return (scaled - np.array(means, np.float32)[:, None]) / np.array(stds, np.float32)[:, None]
+
+
+def stats_of(
+    image: JsonObject, mean: tuple[float, ...], std: tuple[float, ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and the deviation of the channels; `mean` and `std` are the processor's own.
+
+    Raises:
+        StartupError: an option is malformed, or switches a step off.
+    """
     for step in ("do_rescale", "do_normalize"):
         image.only(step, True)
     means, stds = (
@@ -85,9 +99,7 @@ def table_of(image: JsonObject, mean: tuple[float, ...], std: tuple[float, ...])
     for name, values in (("image_mean", means), ("image_std", stds)):
         if len(values) != 3 or (name == "image_std" and not all(values)):
             raise image.wrong(name, "three numbers, for red, green and blue")
-    factor = image.number("rescale_factor", FACTOR)
-    scaled = (np.arange(256, dtype=np.float64) * factor).astype(np.float32)
-    return (scaled - np.array(means, np.float32)[:, None]) / np.array(stds, np.float32)[:, None]
+    return means, stds
 
 
 def resample_of(image: JsonObject, usual: int) -> int:

@@ -97,15 +97,24 @@ class QwenVLProcessor(Processor):
 
     @staticmethod
     def floats(arrays: Mapping[str, NDArray[Any]]) -> Arrays:
+        """Return the patches of an image, or of the frames of a video, in squares that are merged."""
+        is_video = arrays[PIXELS].ndim == 4
         values = channels_first(arrays)
-        patch, merge, frames = (int(value) for value in arrays[PATCH])
-        rows, columns = (side // patch for side in values.shape[1:])
-        blocks = values.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
-        blocks = blocks.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-        repeated = np.broadcast_to(blocks, (*blocks.shape[:5], frames, patch, patch))
+        patch, merge, each = (int(value) for value in arrays[PATCH])
+        if is_video:
+            values = np.concatenate([values, values[-1:].repeat(-len(values) % each, 0)])
+        else:
+            values = np.broadcast_to(values, (each, *values.shape))
+        frames = len(values) // each
+        rows, columns = (side // patch for side in values.shape[2:])
+        blocks = values.reshape(frames, each, 3, rows // merge, merge, patch, columns // merge, merge, patch)
+        blocks = blocks.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+        name, grid = (
+            ("pixel_values_videos", "video_grid_thw") if is_video else ("pixel_values", "image_grid_thw")
+        )
         return {
-            "pixel_values": repeated.reshape(rows * columns, 3 * frames * patch * patch),
-            "image_grid_thw": np.array([[1, rows, columns]], np.int64),
+            name: blocks.reshape(frames * rows * columns, 3 * each * patch * patch),
+            grid: np.array([[frames, rows, columns]], np.int64),
         }
 
 

@@ -156,6 +156,7 @@ class PatchLinear(Linear):
         self, *, patch: Sequence[int], outputs: int, bias: bool, dtype: torch.dtype, name: str
     ) -> None:
         self.patch = tuple(patch)
+        self.weight_rows = outputs
         super().__init__(
             in_features=math.prod(patch), out_features=outputs, bias=bias, dtype=dtype, name=name
         )
@@ -214,6 +215,15 @@ def chunks(num_rows: int, flops_per_row: float, least: int = _LEAST_ROWS) -> Ite
     """Return the rows of each slice of a computation on independent rows, at least so many."""
     size = max(least, int(_SLICE_FLOPS / max(flops_per_row, 1.0)))
     return (slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size))
+
+
+def in_slices(patch: PatchLinear, patches: NDArray[Any], tower: Tower) -> Generator[None, None, Tensor]:
+    """Compute the patches of an item, some at a time: [n, K] on the host -> [n, C]."""
+    done = []
+    for rows in chunks(len(patches), 2.0 * patch.weight_rows * patches.shape[1]):
+        done.append(patch(tower.to_device(patches[rows]), NO_STEP))
+        yield
+    return torch.cat(done)
 
 
 def sequences(lengths: Sequence[int], device: torch.device) -> GroupMetadata:

@@ -39,6 +39,7 @@ class BlockShape:
     key_bias: bool = True
     qk_norm: bool = False  # RMS norm over all heads together.
     scaled: bool = False  # Outputs of attention and MLP are scaled per channel.
+    interleaved: bool = False  # Rotary angles rotate neighbours, not halves.
     norms: tuple[str, str] = ("layer_norm1", "layer_norm2")
     qkv: str = "self_attn.qkv_proj"
     out: str = "self_attn.out_proj"
@@ -157,7 +158,7 @@ class TowerBlock(Module):
             k = k_norm(k.flatten(1)).view(k.shape)
         if angles is not None:
             places = torch.arange(len(x), device=x.device)
-            q, k = ops.rotary_embedding(places, q, k, angles, False)
+            q, k = ops.rotary_embedding(places, q, k, angles, self.shape.interleaved)
         return q, k, v
 
     def _rest(self, x: Tensor, attended: Tensor) -> Tensor:

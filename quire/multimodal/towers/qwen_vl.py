@@ -21,7 +21,6 @@ from quire.kernels.attention_metadata import GroupMetadata
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.models.json_object import JsonObject
 from quire.multimodal.towers.base import (
-    NO_STEP,
     Arrays,
     PatchLinear,
     Projection,
@@ -30,6 +29,8 @@ from quire.multimodal.towers.base import (
     Tower,
     activation_of,
     angles_of_grid,
+    chunks,
+    in_slices,
     sequences,
 )
 from quire.multimodal.towers.block import BlockShape, TowerBlock, tower_norm
@@ -64,6 +65,15 @@ class Merger(Projection):
     def forward(self, x: Tensor) -> Tensor:
         squares = x.view(-1, self.wide) if self.after else x
         return super().forward(self.of_patches(squares).view(-1, self.wide))
+
+    def slices(self, x: Tensor) -> Generator[None, None, Tensor]:
+        """Compute some squares at a time: x [n, C] -> [m, H]."""
+        done = []
+        for rows in chunks(len(x) * x.shape[1] // self.wide, 4.0 * self.wide**2):
+            unit = self.wide // x.shape[1]
+            done.append(self(x[rows.start * unit : rows.stop * unit]))
+            yield
+        return torch.cat(done)
 
 
 class QwenVLTower(Tower):
@@ -123,8 +133,7 @@ class QwenVLTower(Tower):
         found = {name: arrays[name] for name in arrays if name.startswith("pixel_values")}
         grids = next(arrays[name] for name in arrays if name.endswith("grid_thw"))
         frames, rows, columns = (int(size) for size in grids.reshape(-1)[:3])
-        x = self.patch(self.to_device(next(iter(found.values()))), NO_STEP)
-        yield
+        x = yield from in_slices(self.patch, next(iter(found.values())), self)
         down, across = self.places(frames, rows, columns)
         angles = angles_of_grid(down, across, self.shape.head_dim // 2, 10000.0).to(self.device)
         return (yield from self.encode(x, (frames, rows, columns), angles))
@@ -147,7 +156,7 @@ class QwenVLTower(Tower):
         for block in self.blocks:
             assert isinstance(block, TowerBlock)
             x = yield from block.slices(x, metadata, angles)
-        return Embeddings(self.merger(x))
+        return Embeddings((yield from self.merger.slices(x)))
 
 
 class Qwen25VLTower(QwenVLTower):
@@ -190,7 +199,8 @@ class Qwen25VLTower(QwenVLTower):
             assert isinstance(block, TowerBlock)
             metadata: GroupMetadata = whole if number in self.whole_layers else windows
             x = yield from block.slices(x, metadata, angles)
-        return Embeddings(self.merger(x).index_select(0, order.argsort().to(self.device)))
+        merged = yield from self.merger.slices(x)
+        return Embeddings(merged.index_select(0, order.argsort().to(self.device)))
 
     def windows(self, frames: int, rows: int, columns: int) -> tuple[Tensor, list[int]]:
         """Return [m] squares in the order of their windows, and the number in each window."""
@@ -256,9 +266,12 @@ class Qwen3VLTower(QwenVLTower):
             assert isinstance(block, TowerBlock)
             x = yield from block.slices(x, metadata, angles)
             if number in self.deep_layers:
-                deep[number] = self.deep_mergers[self.deep_layers.index(number)](x)
-                yield
-        return Embeddings(self.merger(x), tuple(deep[number] for number in self.deep_layers))
+                merger = self.deep_mergers[self.deep_layers.index(number)]
+                assert isinstance(merger, Merger)
+                deep[number] = yield from merger.slices(x)
+        return Embeddings(
+            (yield from self.merger.slices(x)), tuple(deep[number] for number in self.deep_layers)
+        )
 
     def interpolated(self, frames: int, rows: int, columns: int) -> Tensor:
         """Return [n, C] position embeddings, interpolated between the four next ones of the table."""

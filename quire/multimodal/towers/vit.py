@@ -175,8 +175,11 @@ class VisionTransformer(nn.Module):
 
     def slices(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """pixels [t, 3, rows, columns] -> [t, n, C], or with several `reads` [t, n, C * reads]."""
-        x = self._embedded(pixels)
-        yield
+        embedded = []
+        for tile in pixels:
+            embedded.append(self._embedded(tile[None]))
+            yield
+        x = torch.cat(embedded)
         tiles, per_tile, _ = x.shape
         stream, metadata = x.flatten(0, 1), sequences([per_tile] * tiles, x.device)
         found = {0: stream}

@@ -166,7 +166,10 @@ async def test_options_of_a_request_reach_the_processor(
     assert item.grid[1] * item.grid[2] >= 16
     response = await client.post(CHAT, json={**body, "mm_processor_kwargs": {"size_of_all": 1}})
     assert response.status_code == 400
-    assert "'size_of_all', but this model's options are: max_pixels" in response.json()["error"]["message"]
+    assert (
+        "'size_of_all', but this model's options are: do_sample_frames, fps, max_frames, max_pixels"
+        in response.json()["error"]["message"]
+    )
 
 
 async def test_what_has_no_effect_is_named(client: httpx.AsyncClient) -> None:
@@ -198,7 +201,10 @@ BAD = {
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
         "'input_audio', which is",
     ),
-    "video": ({"type": "video_url", "video_url": {"url": URL}}, "'video_url', which is not supported"),
+    "audio url": ({"type": "audio_url", "audio_url": {"url": URL}}, "'audio_url', which is not supported"),
+    "video": ({"type": "video_url", "video_url": {"url": URL}}, "'image/png', which is no video"),
+    "frames": ({"type": "video", "video": URL}, "'video', which is not supported"),
+    "input video": ({"type": "input_video", "input_video": {"data": "@@"}}, "not valid base64"),
     "file": ({"type": "file", "file": {"file_id": "x"}}, "'file', which is not supported"),
     "pil": ({"type": "image_pil", "image_pil": "x"}, "'image_pil', which is not supported"),
     "no url": ({"type": "image_url"}, "needs image_url with text"),
@@ -228,7 +234,10 @@ async def test_a_bad_part_is_refused_in_words(client: httpx.AsyncClient, name: s
 
 async def test_models_say_what_they_take(client: httpx.AsyncClient) -> None:
     (card,) = (await client.get("/v1/models")).json()["data"]
-    assert card["architecture"] == {"input_modalities": ["text", "image"], "output_modalities": ["text"]}
+    assert card["architecture"] == {
+        "input_modalities": ["text", "image", "video"],
+        "output_modalities": ["text"],
+    }
     async with client_for(FakeEngine()) as other:
         (card,) = (await other.get("/v1/models")).json()["data"]
     assert card["architecture"]["input_modalities"] == ["text"]

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile files: each is an error in words, or an image, and never a crash; the decoder's memory stays flat."""
+"""1,000 hostile files: each is an error in words, or an image, and never a crash; the decoder's memory stays flat.
+
+Those that are made on purpose go through a door and its process; mutations through the function of
+the process.
+"""
 
 from __future__ import annotations
 
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +18,11 @@ import pytest
 from PIL import Image
 
 from quire.errors import ValidationError
+from quire.multimodal.door.decode_process import run
 from quire.multimodal.door.door import MediaDoor
+from quire.multimodal.door.jobs import DecodeJob, DecodeSetup
 from tests.multimodal.door.doors import data_url, door_of, encoded, part, picture
+from tests.multimodal.processors.checkpoints import CASES
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 NUM_DAMAGED = 12  # Of each kind and way.
@@ -82,6 +90,48 @@ def made() -> Iterator[tuple[str, bytes]]:
 
 
 FILES = [*made(), *damaged()]
+NUM_MUTATED = 1000 - len(FILES)
+
+
+def mutated(seed: int) -> bytes:
+    """A file of some format after a few steps of a mutator: cuts, copies, noise, sizes, parts of another file."""
+    random = np.random.default_rng(seed)
+    content = bytearray(
+        encoded(picture(*map(int, random.integers(1, 60, 2)), seed=seed), KINDS[seed % len(KINDS)])
+    )
+    for _ in range(int(random.integers(1, 5))):
+        first, last = sorted(map(int, random.integers(0, len(content) + 1, 2)))
+        match int(random.integers(6)):
+            case 0:
+                del content[first : max(last, first + 1)]
+            case 1:
+                content[first:first] = content[first : min(last, first + 999)]
+            case 2:
+                content[first : first + 4] = struct.pack(">I", int(random.integers(2**32)))
+            case 3:
+                content[first : first + 2] = struct.pack("<H", int(random.choice([0, 1, 0x7FFF, 0xFFFF])))
+            case 4:
+                content[first:last] = bytes(map(int, random.integers(0, 256, last - first)))
+            case _:
+                content[first:] = encoded(picture(9, 9), KINDS[int(random.integers(len(KINDS)))])
+    return bytes(content)
+
+
+def test_mutated_files_are_errors_in_words(tmp_path: Path) -> None:
+    processor = CASES["qwen2-vl"].read(tmp_path)
+    setup = DecodeSetup(CASES["qwen2-vl"].architecture, str(tmp_path), {}, 2**31)
+    source, target = tmp_path / "input", tmp_path / "output.safetensors"
+    refused = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as the process does: Pillow's, about damaged files
+        for seed in range(NUM_MUTATED):
+            source.write_bytes(mutated(seed))
+            reply = run(DecodeJob("image", str(source), str(target), {}, 2**22), processor, setup)
+            assert (reply.layout is None) == bool(reply.error), seed
+            refused += [reply.error] if reply.error else []
+    assert NUM_MUTATED // 3 < len(refused) < NUM_MUTATED
+    odd = {words for words in refused if not words.startswith("the ") or str(tmp_path) in words}
+    assert not odd
 
 
 @pytest.fixture

@@ -59,10 +59,23 @@ def _pil(module: str, name: str) -> Callable[[], Any]:
     return load
 
 
+def _on_torchvision() -> Any:
+    """Stand for a class that cannot be made without torchvision; a test of its own has other means."""
+    return None
+
+
 _CLIP = {"model_type": "clip_vision_model", "image_size": 42, "patch_size": 14}
 _QWEN = {"size": {"shortest_edge": 3136, "longest_edge": 28 * 28 * 40}}
 
+_PINPOINTS = [[42 * rows, 42 * columns] for rows in range(1, 5) for columns in range(1, 5)]
+
 CASES: dict[str, Case] = {
+    "llama4": Case(
+        "Llama4ForConditionalGeneration",
+        _on_torchvision,
+        {"size": {"height": 28, "width": 28}},
+        {"vision_config": {"patch_size": 14}},
+    ),
     "llava": Case(
         "LlavaForConditionalGeneration",
         _pil("clip", "CLIPImageProcessorPil"),
@@ -103,6 +116,28 @@ CASES: dict[str, Case] = {
             "vision_config": {**_CLIP, "model_type": "siglip_vision_model"},
             "vision_feature_select_strategy": "full",
         },
+    ),
+    "llava-next": Case(
+        "LlavaNextForConditionalGeneration",
+        _pil("llava_next", "LlavaNextImageProcessorPil"),
+        {
+            "size": {"shortest_edge": 42},
+            "crop_size": {"height": 42, "width": 42},
+            "image_grid_pinpoints": [[42, 84], [84, 42], [84, 84], [126, 42], [42, 126]],
+        },
+        {"vision_config": _CLIP},
+        ratio=40,
+    ),
+    "llava-onevision": Case(
+        "LlavaOnevisionForConditionalGeneration",
+        _pil("llava_onevision", "LlavaOnevisionImageProcessorPil"),
+        {"size": {"height": 42, "width": 42}, "image_grid_pinpoints": _PINPOINTS},
+        {
+            "vision_config": {**_CLIP, "model_type": "siglip_vision_model"},
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_4",
+        },
+        ratio=40,
     ),
     "qwen2-vl": Case(
         "Qwen2_5_VLForConditionalGeneration", _pil("qwen2_vl", "Qwen2VLImageProcessorPil"), _QWEN, ratio=200

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ def drawn(size: tuple[int, int], mode: str, seed: int) -> Image.Image:
     return image.convert(mode)
 
 
-@pytest.fixture(scope="module", params=sorted(CASES))
+@pytest.fixture(scope="module", params=sorted(CASES.keys() - {"llama4"}))
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
@@ -80,6 +81,12 @@ def test_floats_equal_those_of_transformers(
 EXPANDERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llava": ("llava", "Llava", {"patch_size": 14, "num_additional_image_tokens": 1}),
     "llava-siglip": ("llava", "Llava", {"patch_size": 14, "num_additional_image_tokens": 0}),
+    "llava-next": ("llava_next", "LlavaNext", {"patch_size": 14, "num_additional_image_tokens": 1}),
+    "llava-onevision": (
+        "llava_onevision",
+        "LlavaOnevision",
+        {"num_image_tokens": 9, "vision_aspect_ratio": "anyres_max_4"},
+    ),
     "qwen2-vl": ("qwen2_vl", "Qwen2VL", {"image_token": "<|image_pad|>"}),
     "qwen3-vl": ("qwen2_vl", "Qwen2VL", {"image_token": "<|image_pad|>"}),
     "gemma3": ("gemma3", "Gemma3", {}),
@@ -104,7 +111,7 @@ def pixtral_rows(rows: int, columns: int) -> str:
 
 def expanded_by_transformers(name: str, oracle: Any, processor: Processor, image: Image.Image) -> str:
     module, kind, attributes = EXPANDERS[name]
-    strategy = "full" if name == "llava-siglip" else "default"
+    strategy = "full" if name in ("llava-siglip", "llava-onevision") else "default"
     own = {
         **TOKENS,
         "image_token": processor.placeholder,
@@ -123,7 +130,11 @@ def expanded_by_transformers(name: str, oracle: Any, processor: Processor, image
         return pixtral_rows(height // case.call["patch_size"], width // case.call["patch_size"])
     called = importlib.import_module(f"transformers.models.{module}.processing_{module}")
     me = SimpleNamespace(image_processor=oracle, **own)
-    text: str = getattr(called, f"{kind}Processor").replace_image_token(me, inputs, 0)
+    theirs = getattr(called, f"{kind}Processor")
+    for helper in ("_get_number_of_features", "_get_unpadded_features"):
+        if hasattr(theirs, helper):
+            setattr(me, helper, partial(getattr(theirs, helper), me))
+    text: str = theirs.replace_image_token(me, inputs, 0)
     return text
 
 

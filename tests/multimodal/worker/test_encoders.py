@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from quire.errors import ConfigError
 from quire.media import MediaItem
 from quire.multimodal.worker.encoders import EncoderStore, open_encoder
 from tests.fixtures.seeing_models import SEEING, make_seeing
 from tests.models.harness import prepared_config
-from tests.multimodal.worker.driver import shown, write_item
+from tests.multimodal.worker.driver import seeing_worker, shown, write_item
 
 
 @pytest.fixture(name="store", scope="module")
@@ -109,7 +110,44 @@ def test_towers_compute_in_bfloat16_and_int8(store: tuple[EncoderStore, Path]) -
         assert 0 < error < 0.05
 
 
-def _config_and_tower(path: Path, args: dict[str, str]) -> tuple[Any, Any]:
+TOWERS = {
+    "llava-onevision": ["vision_tower", "multi_modal_projector"],
+    "qwen2.5-vl": ["visual"],
+    "qwen3-vl": ["visual"],
+    "llama4": ["vision_model", "multi_modal_projector"],
+}
+"""Name -> prefixes of the tower's layers."""
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_an_int8_tower_is_near_and_can_be_left_out(name: str, tmp_path: Path) -> None:
+    make_seeing(name, tmp_path)
+    arrays = SEEING[name].picture(0).arrays
+    rounded = {"quantization": "int8"}
+    embeddings = []
+    for more in ({}, rounded, rounded | {"quantization_config": {"ignore": [*TOWERS[name], "lm_head"]}}):
+        _, tower = _config_and_tower(tmp_path, more)
+        state = tower.begin(arrays)
+        with torch.inference_mode():
+            while not tower.advance(state):
+                pass
+        embeddings.append(tower.finish(state).values)
+    plain, near, ignored = embeddings
+    assert 0 < (near - plain).norm() / plain.norm() < 0.1  # random weights, 3 times as large
+    assert torch.equal(ignored, plain)
+
+
+def test_names_of_either_part_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_seeing("llava", tmp_path)
+    both = {"quantization": "int8", "quantization_config": {"ignore": ["vision_tower", "lm_head"]}}
+    seeing_worker(tmp_path, monkeypatch, **both).shutdown()
+    for wrong in ("vision_towers", "vision_tower.layers", "lm_heads"):
+        options = {"quantization": "int8", "quantization_config": {"ignore": [wrong]}}
+        with pytest.raises(ConfigError, match=f"ignore names '{wrong}', which no layer bears"):
+            seeing_worker(tmp_path, monkeypatch, **options)
+
+
+def _config_and_tower(path: Path, args: dict[str, Any]) -> tuple[Any, Any]:
     from quire.multimodal.towers.load import load_tower
 
     config = prepared_config(path, **args)

@@ -50,10 +50,15 @@ def joined(pictures: list[Picture]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in pictures[0].arrays if pictures else ():
         arrays = [picture.arrays[name] for picture in pictures]
-        if name == "pixel_values" and "image_sizes" in pictures[0].arrays:
+        if name == "pixel_values" and "image_sizes" in pictures[0].arrays and arrays[0].ndim == 4:
             height, width = (max(array.shape[side] for array in arrays) for side in (2, 3))
             padding = [((0, 0), (0, 0), (0, height - a.shape[2]), (0, width - a.shape[3])) for a in arrays]
             arrays = [np.pad(array, pads) for array, pads in zip(arrays, padding, strict=True)]
+        if name == "pixel_values" and "image_sizes" in pictures[0].arrays and arrays[0].ndim == 5:
+            most = max(array.shape[1] for array in arrays)
+            pads = [((0, 0), (0, most - array.shape[1]), *[(0, 0)] * 3) for array in arrays]
+            found[name] = torch.from_numpy(np.concatenate([*map(np.pad, arrays, pads)]))
+            continue
         of_one_batch = arrays[0].ndim == 5 or name == "pixel_attention_mask"
         found[name] = torch.from_numpy(np.concatenate(arrays, int(of_one_batch)))
     return found
