@@ -399,12 +399,15 @@ class CrossingDecoder(Module):
     def _blocks(self) -> Iterator[CrossingBlock]:
         return (layer for layer in self.layers if isinstance(layer, CrossingBlock))
 
-    def _decode(self, inputs: Tensor, positions: Tensor, rows: DecoderRows) -> Tensor:
-        x = self.embed_tokens(inputs, rows.own.adapter_rows)
+    def embed(self, tokens: Tensor, positions: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
+        """Token ids [D] at positions [D] of the decoder, from 0 -> [D, H]."""
+        x: Tensor = self.embed_tokens(tokens, adapter_rows)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
-        if self.layernorm_embedding is not None:
-            x = self.layernorm_embedding(x)
+        return x if self.layernorm_embedding is None else self.layernorm_embedding(x)
+
+    def _decode(self, inputs: Tensor, positions: Tensor, rows: DecoderRows) -> Tensor:
+        x = self.embed(inputs, positions, rows.own.adapter_rows)
         for layer in self.layers:
             x = layer(x, positions, rows)
         hidden: Tensor = x if self.layer_norm is None else self.layer_norm(x)

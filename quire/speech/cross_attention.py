@@ -64,7 +64,7 @@ def weights_of(model: EncoderDecoder, encoded: Tensor, alignment: Alignment) -> 
         encoded: the encoder's output [P, H], of which E rows are real.
     """
     ids = [*alignment.prompt, *alignment.tokens]
-    rows = encoded[: model.model.length].to(model.model.embed_positions.weight)
+    rows = encoded[: model.model.length].to(model.model.dtype)
     weights = _attention(model, rows, ids, alignment.heads)
     weights = weights[:, len(alignment.prompt) :, : max(1, alignment.num_frames // 2)]
     deviation, mean = torch.std_mean(weights, dim=1, keepdim=True, correction=0)
@@ -86,8 +86,7 @@ def _attention(
     """Return the cross-attention [A, T, E] of (layer, head) pairs, for an encoder's output [E, H]."""
     decoder = model.model
     tokens = torch.tensor(ids, dtype=torch.int64, device=encoded.device)
-    positions = torch.arange(len(ids), device=encoded.device) + decoder.num_encoded
-    x = decoder.embed_tokens(tokens, None) + decoder.embed_positions(positions)
+    x = decoder.embed(tokens, torch.arange(len(ids), device=encoded.device))
     found = dict[tuple[int, int], Tensor]()
     for number, layer in enumerate(decoder.layers[: 1 + max(layer for layer, _ in heads)]):
         assert isinstance(layer, CrossingBlock), "every layer has cross-attention"
