@@ -11,7 +11,7 @@ import pytest
 
 from quire.config import ServerConfig
 from quire.entrypoints.openai.api_server import listen
-from quire.errors import ConfigError
+from quire.errors import StartupError
 from quire.unix_sockets import listen_unix
 
 
@@ -32,7 +32,7 @@ def test_listen_refuses_a_path_in_words(tmp_path: Path, kind: str) -> None:
     holder = listen_unix(str(path)) if kind == "in use" else None
     if kind == "a file":
         path.touch()
-    with pytest.raises(ConfigError, match=f"--uds {path}: .*choose another path"):
+    with pytest.raises(StartupError, match=f"cannot listen on --uds {path}: .*choose another path"):
         listen(ServerConfig(uds=str(path)))
     if holder is not None:
         holder.close()

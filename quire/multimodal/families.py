@@ -65,9 +65,6 @@ FAMILIES: dict[str, Family] = {
         f"{_TOWERS}.vit:LlavaTower",
         images="one run of fixed length; rows with breaks for Pixtral",
     ),
-    "M2M100ForConditionalGeneration": _BART,
-    "MarianMTModel": _BART,
-    "MBartForConditionalGeneration": _BART,
     "LlavaNextForConditionalGeneration": Family(
         f"{_PROCESSORS}.llava_next:LlavaNextProcessor",
         f"{_TOWERS}.llava_next:LlavaNextTower",
@@ -79,6 +76,9 @@ FAMILIES: dict[str, Family] = {
         images="one run: the whole image, then its tiles in rows",
         videos="one run over pooled frames",
     ),
+    "M2M100ForConditionalGeneration": _BART,
+    "MarianMTModel": _BART,
+    "MBartForConditionalGeneration": _BART,
     "Mistral3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.pixtral:PixtralProcessor",
         f"{_TOWERS}.pixtral:Mistral3Tower",

@@ -188,7 +188,7 @@ def test_dora_magnitudes_use_the_dequantized_weights(
     name: str, quantization: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """m / |W + P| by rows times W x + P x, and the bias, layer by layer; W x is what the layer makes of it."""
-    _, targets, slots = with_slots(tiny_model(name), quantization=quantization)
+    _, targets, slots = with_slots(tiny_model(name), quantization=quantization, enable_lora=True)
     shapes = linear_shapes(oracle_of(tiny_model(name)))
     shapes = {module: shape for module, shape in shapes.items() if module != "lm_head"}
     adapter = write_adapter(tmp_path, shapes, use_dora=True)

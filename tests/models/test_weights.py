@@ -335,9 +335,11 @@ def test_int4_takes_at_most_4_9_bits_for_each_weight(
     overrides = {**sizes, "head_dim": 64, "num_hidden_layers": 4}
     model = load_tiny(tiny_model("llama"), load_format="dummy", quantization="int4", hf_overrides=overrides)
     packed = [
-        layer.packed
+        matrix
         for _, layer in model.checkpoint_layers()
-        if isinstance(layer, MatrixLayer) and layer is not model.lm_head and layer.packed is not None
+        if isinstance(layer, MatrixLayer) and layer is not model.lm_head
+        for matrix in (layer.packed, getattr(layer, "packed_values", None))
+        if matrix is not None
     ]
     assert {each.scheme.kind for each in packed} == {"int4", "int8"}
     assert 8 * sum(each.nbytes for each in packed) <= 4.9 * sum(each.outputs * each.inputs for each in packed)

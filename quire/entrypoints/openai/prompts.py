@@ -65,7 +65,28 @@ async def completion_prompts(
     if embeds:
         tokenize = server.engine.input_processor.tokenize
         tokenized = [*await beside_loop(sum(map(len, embeds)), _read_embeds, tokenize, embeds), *tokenized]
+    _check_languages(server, request)
     return [_with_languages(with_options(prompt, request), request) for prompt in tokenized]
+
+
+def _check_languages(server: ServerState, request: CompletionRequest) -> None:
+    """Reject languages for a model that does not translate.
+
+    Raises:
+        ValidationError: names the field.
+    """
+    part_of = server.engine.config.arch.part_of
+    if part_of is not None and part_of.reads_text:
+        return
+    for field, language in (
+        ("source_language", request.source_language),
+        ("target_language", request.target_language),
+    ):
+        if language is not None:
+            raise ValidationError(
+                f"{field} is for models that translate, and this one has no encoder of text; leave it out",
+                param=field,
+            )
 
 
 def _with_languages(prompt: TokensPrompt, request: CompletionRequest) -> TokensPrompt:

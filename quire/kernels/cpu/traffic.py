@@ -77,7 +77,7 @@ def _of_experts(values: Sequence[int]) -> int:
 
 
 def _of_attention(values: Sequence[int]) -> int:
-    lengths, requests, heads, head_size, cache_dtype = (values[i] for i in (5, 11, 17, 19, 25))
+    lengths, requests, heads, head_size, cache_dtype = (values[i] for i in (5, 12, 18, 20, 27))
     present = sum((ctypes.c_int32 * requests).from_address(lengths))
     stored = head_size * _BITS[cache_dtype] // 8 + (4 if cache_dtype == 3 else 0)
     return 2 * present * heads * stored

@@ -55,7 +55,7 @@ def test_a_file_is_answered(
     before = lines.read_bytes()
     assert main(["run-batch", "-i", str(lines), "-o", str(lines)]) == 2
     assert lines.read_bytes() == before
-    assert main(["run-batch", "-i", str(tmp_path / "none"), "-o", str(out)]) == 1
+    assert main(["run-batch", "-i", str(tmp_path / "none"), "-o", str(out)]) == 2
     assert "No such file" in capsys.readouterr().err
 
 

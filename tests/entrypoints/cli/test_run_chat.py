@@ -96,7 +96,7 @@ def test_commands_set_clear_and_help(chat: Chat, llm: LLM, capsys: pytest.Captur
         ("/set temperature hot", "/set temperature needs a number, got 'hot'"),
         ("/set temperature 9", "temperature must be finite and in [0, 2]"),
         ("/unset top_p", "'top_p' is not set"),
-        ("/clera", "no command '/clera'; there are /set"),
+        ("/clera", "no command '/clera'; did you mean '/clear'?"),
         ("/helpp", "no command '/helpp'; did you mean '/help'?"),
         ("word " * 2000, "maximum context length is 512"),
     ],

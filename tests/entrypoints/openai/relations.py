@@ -24,6 +24,8 @@ RELATIONS = (
     r"(tools|functions)\.\d+(\.function|\.custom|\.tools\.\d+)?\.name .* is already used by another tool",
     r"name .* has characters that a call in the format",
     r"(parameters|input_schema) must be the JSON schema of an object",
+    # Of a model that translates.
+    r"_language is for models that translate",
     # Of a model that pools.
     r"tokens have no room for text beside the \d+ special tokens",
     r"data needs an IO processor",
