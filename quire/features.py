@@ -27,8 +27,8 @@ SERVER_FEATURES = {
 }
 """Feature -> `quire.entrypoints.openai.families:ServerFeature`, in the order of the OpenAPI document."""
 
-BROWSER_PAGES = "quire.console.pages:ConsolePages"
-"""Middleware that answers browsers before keys are asked for."""
+BROWSER_PAGES = {"console": "quire.console.pages:ConsolePages"}
+"""Feature -> middleware that answers browsers before keys are asked for."""
 
 MEDIA_ENCODER = "quire.multimodal.worker.encoders:open_encoder"
 """Factory of what computes and stores embeddings of images and other media (`quire.worker.worker`)."""

@@ -3,12 +3,14 @@
 # Usage: trim.sh ENVIRONMENT
 set -eu
 packages=$(echo "$1"/lib/python3.*/site-packages)
-for unwanted in torch/include torch/test torch/bin torch/share torch/testing/_internal/generated \
+for unwanted in torch/include torch/test torch/share torch/testing/_internal/generated \
     torch/lib/*.a torch/lib/libtorchbind_test.so torch/lib/libjitbackend_test.so torch/lib/libbackend_with_compiler.so \
     torch/lib/libaoti_custom_ops.so numpy/*/tests pip pip-*.dist-info setuptools setuptools-*.dist-info; do
   rm -rf $packages/$unwanted
 done
+# torch does not start without this one program.
+find "$packages"/torch/bin -type f ! -name torch_shm_manager -delete
 find "$packages" -type d \( -name tests -o -name __pycache__ \) -prune -exec rm -rf {} +
 find "$packages" \( -name '*.pyi' -o -name '*.h' -o -name '*.hpp' \) -type f -delete
 # Libraries that auditwheel has edited (numpy.libs and the like) do not load after a strip.
-if command -v strip > /dev/null; then strip --strip-unneeded "$packages"/torch/lib/*.so; fi
+if command -v strip > /dev/null; then find "$packages"/torch/lib -name '*.so' -type f -exec strip --strip-unneeded {} +; fi

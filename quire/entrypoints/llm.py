@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from quire.config import DEMO_MODEL, EngineArgs, EngineConfig, engine_fields
 from quire.engine.llm_engine import LLMEngine
@@ -29,9 +29,11 @@ from quire.lora_request import LoRARequest
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.pooling.offline import OfflinePooling
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.speech.offline import Audio, OfflineSpeech, options_of
-from quire.speech.requests import Ask
-from quire.speech.transcript import Transcription
+
+if TYPE_CHECKING:
+    from quire.speech.offline import Audio, OfflineSpeech
+    from quire.speech.requests import Ask
+    from quire.speech.transcript import Transcription
 
 # One for all prompts, or one or None per prompt.
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
@@ -288,6 +290,8 @@ class LLM(OfflinePooling):
             ValidationError: the model does not transcribe, or a sound or an argument is invalid.
         """
         wants = {"timestamps": timestamps, "words": words, "vad_filter": vad_filter}
+        from quire.speech.offline import OfflineSpeech, options_of
+
         options = options_of(language, task, prompt, temperature, hotwords=hotwords, seed=seed, **wants)
         sounds = [audio] if isinstance(audio, str | Path | tuple) else list(audio)
         if self._speech is None:

@@ -211,7 +211,8 @@ class RouterApp:
                 )
             )
         if config.console:
-            layers.append(Middleware(import_place(BROWSER_PAGES), root_path=config.root_path))
+            browser_pages = map(import_place, BROWSER_PAGES.values())
+            layers += [Middleware(each, root_path=config.root_path) for each in browser_pages]
         budget = BodyBudget(max(config.max_receiving_bytes, 2 * config.max_request_bytes))
         sizes = BodySizes(config)
         return [

@@ -211,7 +211,8 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
             )
         )
     if config.console:
-        layers.append(Middleware(import_place(BROWSER_PAGES), root_path=config.root_path))
+        browser_pages = map(import_place, BROWSER_PAGES.values())
+        layers += [Middleware(each, root_path=config.root_path) for each in browser_pages]
     layers += [
         Middleware(
             Auth,

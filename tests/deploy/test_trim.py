@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is removed from an image's environment, and what must stay."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "deploy/docker/trim.sh"
+KEPT = (
+    "torch/bin/torch_shm_manager",  # without it torch is not imported
+    "torch/testing/_comparison.py",
+    "quire/kernels/cpu/library.py",
+    "numpy.libs/libopenblas.so",
+)
+REMOVED = (
+    "torch/bin/protoc",
+    "torch/include/ATen/ATen.h",
+    "torch/lib/libtorchbind_test.so",
+    "numpy/linalg/tests/test_linalg.py",
+    "quire/__pycache__/errors.cpython-313.pyc",
+    "pip/__main__.py",
+    "torch/_C.pyi",
+)
+
+
+@pytest.mark.parametrize("python", ["python3.11", "python3.13"])
+def test_trim_removes_what_no_server_needs(tmp_path: Path, python: str) -> None:
+    packages = tmp_path / "lib" / python / "site-packages"
+    for name in (*KEPT, *REMOVED):
+        (packages / name).parent.mkdir(parents=True, exist_ok=True)
+        (packages / name).write_text("content")
+    done = subprocess.run(["sh", str(SCRIPT), str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [name for name in KEPT if not (packages / name).exists()] == []
+    assert [name for name in REMOVED if (packages / name).exists()] == []

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A feature is one folder and its rows in `quire.features`: without both, the engine and the server still work."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quire
+
+PACKAGE = Path(quire.__file__).parent
+FEATURES = ("batch", "console", "disagg", "kv_store", "simulate", "speech")
+PROGRAM = """
+import asyncio, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+import httpx, quire
+from quire.config import EngineConfig, ServerConfig
+from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.openai.app import build_app
+
+assert quire.__file__.startswith(sys.argv[1]), quire.__file__
+from quire import LLM
+import quire.entrypoints.cli.main
+
+
+async def chat():
+    engine = AsyncLLM(EngineConfig.from_args(model="quire-demo"), in_process=True)
+    await engine.wait_ready()
+    transport = httpx.ASGITransport(build_app(engine, ServerConfig(admin_api_key="admin")))
+    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        reply = await client.post("/v1/chat/completions", json=body)
+        document = await client.get("/openapi.json")
+    await engine.shutdown()
+    print(reply.json()["choices"][0]["message"]["content"], document.status_code)
+
+
+asyncio.run(chat())
+"""
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_engine_serves_without_a_removed_feature(feature: str, tmp_path: Path) -> None:
+    copy = tmp_path / "quire"
+    shutil.copytree(PACKAGE, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(copy / feature)
+    rows = copy / "features.py"
+    text = rows.read_text(encoding="utf-8")
+    rows.write_text(
+        re.sub(rf'    "\w+": "quire\.{feature}\.[^"]*",\n|"\w+": "quire\.{feature}\.[^"]*"', "", text)
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout == "The capital of France is Paris. 200\n", done.stderr
