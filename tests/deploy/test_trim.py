@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is removed from an image's environment, and what must stay."""
+"""Trimming of an environment: files that a server needs stay, and others go."""
 
 from __future__ import annotations
 
