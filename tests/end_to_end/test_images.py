@@ -23,7 +23,7 @@ import tokenizers
 from PIL import Image
 
 from quire import LLM, SamplingParams
-from tests.end_to_end.server import Server
+from tests.end_to_end.server import HEALTHY_WITHIN_S, Server, wait_until
 from tests.fixtures.seeing_models import IMAGE_TOKEN, make_seeing
 
 NUM_TOKENS = 8
@@ -178,6 +178,9 @@ def test_answer_after_the_death_of_the_core_is_the_same(server: Server, answers:
     pid = server.core_pid()
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+    # While no core is up, new requests are refused.
+    is_back = lambda: server.core_pid() not in (None, pid) and server.health() == 200  # noqa: E731
+    wait_until(is_back, HEALTHY_WITHIN_S, server.last_words)
     reply = chat(server, png(SECOND))
     assert reply.status_code == 200, reply.text
     assert reply.json()["choices"][0]["message"]["content"] == answers[SECOND]
