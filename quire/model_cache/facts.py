@@ -76,10 +76,11 @@ def read_header(file: Path) -> dict[str, tuple[str, list[int]]]:
                     f"{file}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed"
                 )
             header = json.loads(opened.read(length))
-        entries = {name: one for name, one in dict(header).items() if name != "__metadata__"}
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ModelLoadError(f"{file}: no safetensors file: {error}") from None
-    if not all(map(_is_entry, entries.values())):
+    is_header = isinstance(header, dict)
+    entries = {name: one for name, one in header.items() if name != "__metadata__"} if is_header else {}
+    if not is_header or not all(map(_is_entry, entries.values())):
         raise ModelLoadError(f"{file}: no safetensors file: its header lists no tensors with dtype and shape")
     return {name: (entry["dtype"], entry["shape"]) for name, entry in entries.items()}
 
