@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire pull | list | show | rm`: the models on this machine."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+
+import click
+
+from quire.errors import ConfigError
+
+CACHE = click.option("--download-dir", help="Cache directory for Hugging Face models.  [default: HF_HOME's]")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+GB = 1e9
+_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w./-]+)?")
+
+
+@click.command()
+@click.argument("model")
+@click.option("--revision", help="Branch, tag or commit of the model.")
+@CACHE
+def pull(model: str, revision: str | None, download_dir: str | None) -> None:
+    """Fetch MODEL from Hugging Face: owner/name, or owner/name:Q4_K_M for one of its GGUF files.
+
+    Bars show the progress on a terminal. A download that was interrupted goes on where it stopped.
+    """
+    from quire.model_cache.cache import size_of_tree
+    from quire.models.checkpoint import resolve_model_dir
+
+    if not _ID.fullmatch(model):
+        raise ConfigError(
+            f"{model!r} cannot be fetched; name a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    path = resolve_model_dir(model, revision, download_dir)
+    click.echo(f"{model}: {size_of_tree(path) / GB:.2f} GB at {path}")
+
+
+@click.command("list")
+@AS_JSON
+@CACHE
+def list_models(as_json: bool, download_dir: str | None) -> None:
+    """List the models on this machine: those in the cache, the last used first, and the included ones."""
+    from quire.config import BUNDLED_MODELS
+    from quire.model_cache.cache import cached_models
+
+    models = cached_models(download_dir)
+    if as_json:
+        rows = [
+            {"model": one.id, "size": one.size_bytes, "last_used": one.last_used, "files": [*one.files]}
+            for one in models
+        ]
+        click.echo(json.dumps(rows))
+        return
+    width = max(map(len, [*(one.id for one in models), *BUNDLED_MODELS]))
+    for one in models:
+        used = datetime.date.fromtimestamp(one.last_used)
+        click.echo(f"{one.id:{width}}  {one.size_bytes / GB:8.2f} GB  {used}  {one.form}")
+    for name in BUNDLED_MODELS:
+        click.echo(f"{name:{width}}  included")
+
+
+@click.command()
+@click.argument("model")
+@click.option("--revision", help="Branch, tag or commit of the model.")
+@AS_JSON
+@CACHE
+def show(model: str, revision: str | None, as_json: bool, download_dir: str | None) -> None:
+    """Show what the files of MODEL say: architecture, size, types of its numbers, context, layers."""
+    from quire.model_cache.facts import facts_of
+    from quire.models.checkpoint import resolve_model_dir
+
+    facts = facts_of(resolve_model_dir(model, revision, download_dir))
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    for name, fact in facts.items():
+        click.echo(f"{name:14}{fact}")
+
+
+@click.command()
+@click.argument("models", nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@CACHE
+def rm(models: tuple[str, ...], yes: bool, download_dir: str | None) -> None:
+    """Remove MODELS (owner/name) from the cache, with all their revisions."""
+    from quire.model_cache.cache import cached_model, remove
+
+    found = [cached_model(name, download_dir) for name in dict.fromkeys(models)]
+    total = sum(model.size_bytes for model in found) / GB
+    names = ", ".join(model.id for model in found)
+    if not yes and not click.confirm(f"Remove {names} ({total:.2f} GB)?"):
+        raise ConfigError("nothing was removed; --yes removes without asking")
+    freed = sum(remove(model, download_dir) for model in found)
+    click.echo(f"removed {names}: {freed / GB:.2f} GB")
+
+
+list = list_models
