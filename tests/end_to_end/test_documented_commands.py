@@ -52,6 +52,7 @@ SMALLER = (
     (r"benchmarks.invariance --hidden 1024 --layers 8", "benchmarks.invariance --hidden 256 --layers 1"),
     (r"benchmarks.copied_text", "benchmarks.copied_text --num-tokens 16 --num-rounds 1"),
     (r"benchmarks.kv_store", "benchmarks.kv_store --num-rows 20"),
+    (r"quire (pull|rm) \S+", r"quire \1 --help"),  # which need Hugging Face, or a model in the cache
     (r"Once upon a time", "The capital of France is"),
 )
 """The same command with less work, or about something that the model in the box knows."""
