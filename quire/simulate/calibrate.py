@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import random
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from quire.simulate.machine import Machine, check_simulated, machine_of
 BATCHES = (1, 1, 2, 4, 8, 16, 32, 64)  # Requests of each round, as far as the engine takes so many.
 PROMPT_TOKENS = (16, 64, 200, 500, 1000, 2000, 4000)  # Lengths in turn, as far as the context has room.
 OUTPUT_TOKENS = 48
+MAX_S = 60.0  # No further round begins after so long; slow models are measured with fewer requests at a time.
 SEED = 0
 
 
@@ -45,7 +47,10 @@ async def _run(config: EngineConfig) -> None:
         check_simulated(engine.config)
         rounds = list(_rounds(engine.config))
         progress = Progress(len(rounds), "Measured", "rounds")
+        started = time.monotonic()
         for number, prompts in enumerate(rounds):
+            if time.monotonic() - started > MAX_S:
+                break
             await asyncio.gather(*(_answer(engine, f"{number}-{i}", ids) for i, ids in enumerate(prompts)))
             progress.update()
         progress.close()

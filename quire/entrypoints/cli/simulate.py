@@ -37,7 +37,7 @@ def simulate() -> None:
     "--trace", "trace_file", type=FILE, help="Measure no engine: read a run that --record-trace wrote."
 )
 def calibrate(output: Path, trace_file: Path | None, **params: Any) -> None:
-    """Measure the step costs of an engine on this machine, for `quire simulate run`; takes a minute or so."""
+    """Measure the step costs of an engine on this machine, for `quire simulate run`; takes a minute or two."""
     from quire.engine.trace import read_trace
     from quire.simulate.calibrate import calibrate as measure
     from quire.simulate.machine import machine_of, write_machine
