@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +18,7 @@ from tests.engine.slow_schedulers import Slow
 from tests.entrypoints.openai.serving import client_for
 
 ADMIN = {"authorization": "Bearer admin"}
-BODY = {"prompt": "hello " * 30, "max_tokens": 200, "ignore_eos": True, "seed": 1}
+BODY = {"prompt": "hello " * 30, "max_tokens": 400, "ignore_eos": True, "seed": 1}
 
 
 @pytest.fixture
@@ -40,14 +42,24 @@ async def client(engine: AsyncLLM) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_frame_shows_requests_and_steps(client: httpx.AsyncClient) -> None:
+async def test_frame_shows_requests_and_steps(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A frame for each query, so that no state lies between two frames.
+    monkeypatch.setattr("quire.console.recorder.MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr("quire.console.recorder.MOST_OF_TIME", math.inf)
     tasks = [asyncio.create_task(client.post("/v1/completions", json=BODY)) for _ in range(3)]
-    (frame,) = (await client.get("/console/frame")).json()["cores"]
-    while frame["num_requests"] < 3 or not frame["steps"]:
-        (frame,) = (await client.get("/console/frame")).json()["cores"]
-    assert [row["status"] for row in frame["requests"]] == ["running", "running", "waiting"]
+    wanted = [("running", None), ("running", None), ("waiting", "sequence_cap")]
+    found: list[tuple[str, str | None]] = []
+    frame: dict[str, Any] = {}
+    async with asyncio.timeout(60):  # the requests start one after the other
+        while found != wanted or not frame["steps"]:
+            (frame,) = (await client.get("/console/frame")).json()["cores"]
+            found = [
+                (row["status"], row["cause"] if row["status"] == "waiting" else None)
+                for row in frame["requests"]
+            ]
     waiting = frame["requests"][2]
-    assert waiting["cause"] == "sequence_cap"
     assert sum(share["duration_ns"] for share in waiting["shares"]) > 0
     assert "hello" not in str(frame), "prompts are nobody's business"
     last = frame["steps"][-1]["step_id"]
