@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.trace import Added, Ended, Planned, Returned, Trace
+from quire.engine.trace import Ended, Planned, Returned, Trace
 from quire.errors import ConfigError
 from quire.scheduler.output import SchedulerOutput
 
@@ -140,13 +140,10 @@ def measured_steps(trace: Trace) -> list[MeasuredStep]:
 
 def _measured(trace: Trace) -> Iterator[MeasuredStep]:
     computed: dict[int, int] = {}
-    rows: dict[int, str] = {}
     open_plans: deque[Planned] = deque()
     last: tuple[StepWork, Planned, float] | None = None  # the step whose successor is not known
     for frame in trace.frames:
-        if isinstance(frame, Added):
-            rows[frame.number] = frame.request.request_id
-        elif isinstance(frame, Ended):
+        if isinstance(frame, Ended):
             computed.pop(frame.number, None)
         elif isinstance(frame, Planned):
             if last is not None:

@@ -32,6 +32,8 @@ SCHEDULER_OPTIONS = tuple(
     )
 )
 """Options that only decide how the same steps are planned."""
+RESOLVED = ("max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight", "num_scheduler_steps")
+"""Options whose 0 is an automatic value of the engine."""
 CACHE_OPTIONS = ("enable_prefix_caching", "num_gpu_blocks_override", "kv_cache_memory_bytes")
 LOAD_OPTIONS = tuple(field.name for field in dataclasses.fields(LoadDescription))
 OPTIONS = (*SCHEDULER_OPTIONS, *CACHE_OPTIONS, *LOAD_OPTIONS, "concurrency")
@@ -91,11 +93,7 @@ class Scenario:
 
     def _with_scheduler(self, name: str, value: Any) -> Scenario:
         scheduler = dataclasses.replace(self.config.scheduler, **{name: value})
-        if scheduler.max_num_seqs < 1 or scheduler.max_num_batched_tokens < 1:
-            raise ConfigError(
-                f"--vary {name}: must be at least 1; automatic values were resolved at the calibration"
-            )
-        if scheduler.max_steps_in_flight < 1 or scheduler.num_scheduler_steps < 1:
+        if any(getattr(scheduler, each) < 1 for each in RESOLVED):
             raise ConfigError(
                 f"--vary {name}: must be at least 1; automatic values were resolved at the calibration"
             )
