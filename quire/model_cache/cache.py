@@ -7,6 +7,7 @@ name never becomes a path here.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -92,8 +93,12 @@ def remove(model: CachedModel, cache_dir: str | None) -> int:
     """
     from huggingface_hub import scan_cache_dir
 
-    strategy = scan_cache_dir(cache_dir).delete_revisions(*model.revisions)
+    found = scan_cache_dir(cache_dir)
+    strategy = found.delete_revisions(*model.revisions)
     strategy.execute()
+    for repo in found.repos:  # what an interrupted download left has no revision
+        if (repo.repo_type, repo.repo_id) == ("model", model.id) and not repo.revisions:
+            shutil.rmtree(repo.repo_path)
     return strategy.expected_freed_size
 
 
