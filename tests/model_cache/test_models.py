@@ -70,6 +70,13 @@ def test_rm_removes_the_named_models_alone(cache: Path, capsys: pytest.CaptureFi
     assert not (cache / "models--other--ggufs").exists()
 
 
+def test_rm_removes_what_an_interrupted_download_left(cache: Path) -> None:
+    (cache / "models--cut--off/snapshots").mkdir(parents=True)
+    assert main(["rm", "cut/off", "--yes", "--download-dir", str(cache)]) == 0
+    assert not (cache / "models--cut--off").exists()
+    assert len(cached_models(str(cache))) == 2
+
+
 @pytest.mark.parametrize(
     "name", ["some/none", "..", "../..", "some--floats", "models--some--floats", "/etc", ""]
 )
