@@ -251,17 +251,20 @@ class CrossProjections(Module):
         arch = config.arch
         bias = arch.attention_bias
         self.q_proj = _projection(config, f"{prefix}.q_proj", bias)
-        self.k_proj = _projection(config, f"{prefix}.k_proj", bias and arch.key_bias)
-        self.v_proj = _projection(config, f"{prefix}.v_proj", bias)
+        inputs = arch.media_size
+        self.k_proj = _projection(config, f"{prefix}.k_proj", bias and arch.key_bias, inputs=inputs)
+        self.v_proj = _projection(config, f"{prefix}.v_proj", bias, inputs=inputs)
         self.out_proj = _projection(config, f"{prefix}.out_proj", arch.attention_out_bias, partition="input")
 
 
-def _projection(config: EngineConfig, name: str, bias: bool, *, partition: str = "output") -> Linear:
+def _projection(
+    config: EngineConfig, name: str, bias: bool, *, partition: str = "output", inputs: int | None = None
+) -> Linear:
     arch = config.arch
     wide = arch.num_heads * arch.head_dim
     is_out = partition == "input"
     return Linear(
-        in_features=wide if is_out else arch.hidden_size,
+        in_features=wide if is_out else inputs or arch.hidden_size,
         out_features=arch.hidden_size if is_out else wide,
         bias=bias,
         dtype=model_dtype(config),

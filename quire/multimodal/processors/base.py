@@ -77,6 +77,8 @@ class Processor(abc.ABC):
     """
 
     videos: VideoProcessor | None = None
+    num_encoded: int = 0
+    """Rows of the encoder's output that cross-attention reads of an image, in place of placeholders; 0: there is none."""
 
     marker: str
     placeholder: str
