@@ -249,7 +249,9 @@ class InputProcessor:
             )
         if prompt.kv_transfer_params is not None:
             raise ValidationError("a beam search cannot be transferred", param=FIELD)
-        plain = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, detokenize=False)
+        plain = SamplingParams(
+            temperature=0.0, max_tokens=params.max_tokens, detokenize=False, extra_args=params.extra_args
+        )
         (first,) = self.process(
             request_id, prompt, plain, priority=priority, tenant=tenant, lora_request=lora_request
         )

@@ -272,6 +272,7 @@ class LLM(OfflinePooling):
         vad_filter: bool = False,
         seed: int | None = None,
         use_tqdm: bool = True,
+        beam_size: int = 1,
     ) -> list[Transcription]:
         """Transcribe sounds with a Whisper model; return one transcription per sound, in order.
 
@@ -285,11 +286,12 @@ class LLM(OfflinePooling):
             words: give segments their words with times.
             hotwords: words that are likely in the sounds.
             vad_filter: transcribe only windows with a voice, by silero-vad's weights.
+            beam_size: beams of a search at temperature 0; 1: the likeliest token each time.
 
         Raises:
             ValidationError: the model does not transcribe, or a sound or an argument is invalid.
         """
-        wants = {"timestamps": timestamps, "words": words, "vad_filter": vad_filter}
+        wants = {"timestamps": timestamps, "words": words, "vad_filter": vad_filter, "beam_size": beam_size}
         from quire.speech.offline import OfflineSpeech, options_of
 
         options = options_of(language, task, prompt, temperature, hotwords=hotwords, seed=seed, **wants)
@@ -299,7 +301,12 @@ class LLM(OfflinePooling):
         return self._speech.transcribe(sounds, options, use_tqdm)
 
     def _answer_asks(self, asks: Sequence[Ask]) -> list[RequestOutput]:
-        return self.generate([ask.prompt for ask in asks], [ask.params for ask in asks], use_tqdm=False)
+        with self._one_thread, self._abort_on_error() as requests:
+            for ask in asks:
+                request_id = self._request_id()
+                self.llm_engine.add_request(request_id, ask.prompt, ask.params)
+                requests.append(request_id)
+            return self._run(requests, False)
 
     def _with_media(self, prompt: PromptType) -> PromptType:
         """Return a prompt, tokenized if it has `multi_modal_data`."""
