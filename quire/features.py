@@ -39,5 +39,8 @@ PROMPT_EMBEDS = "quire.multimodal.prompt_embeds:PromptEmbeds"
 ENCODER_PROMPTS = "quire.seq2seq.image_prompts:prompts_of"
 """Reader of prompts of models whose encoder reads text or images (`quire.engine.input_processor`)."""
 
+PIECE_TOKENIZER = "quire.seq2seq.tokenizer:read_pieces"
+"""Reader of tokenizers that are SentencePiece models beside a vocabulary (`quire.engine.tokenizer`)."""
+
 ROW_MOVER = "quire.kv_store.mover:open_row_mover"
 """Factory of what moves rows between a worker's host blocks and a store (`quire.worker.worker`)."""

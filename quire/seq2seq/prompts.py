@@ -219,7 +219,7 @@ class EncoderPrompts:
             return list(decoder or ())
         if self._tokenizer is None:
             raise ValidationError("text prompts need a tokenizer; pass token ids", param=DECODER)
-        return self._tokenizer.encode(decoder, add_special_tokens=False)
+        return self._tokenizer.encode_target(decoder)
 
     def sampled(self, params: SamplingParams) -> SamplingParams:
         """Return parameters that ban the tokens which the checkpoint never generates."""
