@@ -41,3 +41,9 @@ ENCODER_PROMPTS = "quire.seq2seq.prompts:EncoderPrompts"
 
 ROW_MOVER = "quire.kv_store.mover:open_row_mover"
 """Factory of what moves rows between a worker's host blocks and a store (`quire.worker.worker`)."""
+
+POOLING_MODEL = "quire.pooling.models.model:PoolingModel"
+"""Model around another one that pools its hidden states (`quire.models.loader`)."""
+
+ADAPTER_TOKENIZER = "quire.lora.tokenizer:adapter_context"
+"""Reader of the tokenizer that an adapter brings (`quire.engine.tokenizer_cache`)."""

@@ -12,7 +12,7 @@ import msgspec
 from quire.config.fields import Config, option
 from quire.errors import ConfigError
 from quire.structured_output.backends import check_backend
-from quire.structured_output.params import StructuredOutputsSettings
+from quire.structured_outputs_params import StructuredOutputsSettings
 
 
 @dataclass(frozen=True)

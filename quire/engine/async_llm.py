@@ -44,7 +44,7 @@ from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
 from quire.pooling.collector import PoolingCollector
 from quire.pooling.inputs import DEFAULT_TEXT_OPTIONS, TextOptions
-from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling_params import PoolingParams
 from quire.routing.counters import CounterSlot
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams

@@ -22,17 +22,17 @@ from quire.config import EngineConfig
 from quire.engine.file_states import check_files
 from quire.engine.startup import load_tokenizer
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import ConfigError, ModelLoadError, StartupError, ValidationError
-from quire.lora.peft_config import directory_of
-from quire.lora.tokenizer import own_tokenizer
+from quire.errors import ConfigError, ValidationError
+from quire.features import ADAPTER_TOKENIZER
 from quire.lora_request import LoRARequest
+from quire.plugins import import_place
 from quire.sampling_extras import (
     DRY_SEQUENCE_BREAKERS,
     DryBreaker,
     checked_bad_words_token_ids,
 )
 from quire.sampling_params import SamplingParams, ThinkingMarkers
-from quire.structured_output.vocabulary import Vocabulary
+from quire.vocabulary import Vocabulary
 
 THINK = ("<think>", "</think>")
 
@@ -173,7 +173,8 @@ class TokenizerCache:
         found = self.known(adapter)
         if found is None:
             assert adapter is not None
-            found = self._read(adapter)
+            found = import_place(ADAPTER_TOKENIZER)(self._config, self.model, adapter)
+            assert isinstance(found, TokenizerContext)
             self._keep(adapter.key, found)
         return found
 
@@ -182,30 +183,6 @@ class TokenizerCache:
             self._of_adapters[key] = tokenizer_context
             while len(self._of_adapters) > self._config.lora.num_kept:
                 self._of_adapters.popitem(last=False)
-
-    def _read(self, adapter: LoRARequest) -> TokenizerContext:
-        model, directory = self.model.tokenizer, directory_of(adapter.lora_path)
-        assert model is not None, "adapters need the model's tokenizer"
-        try:
-            vocab_size = self._config.arch.vocab_size
-            own = own_tokenizer(model, directory, vocab_size + self._config.max_added_tokens)
-            if self._config.pooling is not None:
-                return self._of_pooling(own, model)
-            if own is model:
-                return self.model
-            return TokenizerContext.create(self._config, own, max(vocab_size, own.num_ids))
-        except StartupError as error:
-            problem = str(error).replace(f"{directory}/", "")  # clients must not see its path
-            raise ValidationError(f"adapter {adapter.lora_name!r}: {problem}", param="lora_request") from None
-        except OSError as error:  # invalid path
-            problem = error.strerror or "its files cannot be read"
-            raise ValidationError(f"adapter {adapter.lora_name!r}: {problem}", param="lora_request") from None
-
-    def _of_pooling(self, own: Tokenizer, model: Tokenizer) -> TokenizerContext:
-        """Return the model's context, which also tokenizes the adapters' texts for pooling."""
-        if own.vocab_size > model.vocab_size:
-            raise ModelLoadError(f"{own.file}: adds tokens, which adapters of a pooling model cannot")
-        return self.model
 
 
 MAX_TAIL_TOKENS = 20

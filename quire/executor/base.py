@@ -21,8 +21,8 @@ from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem
 from quire.plugins import PluginTable, import_subclass, subclass_of
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 
 
 def _forget(request_ids: Sequence[str]) -> None:

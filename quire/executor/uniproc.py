@@ -28,8 +28,8 @@ from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem
 from quire.platforms import GPUS
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 

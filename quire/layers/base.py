@@ -5,7 +5,7 @@ Invariant: a layer knows its parameters and no file; the loader knows files and 
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,9 @@ def activation_dtype(config: EngineConfig) -> torch.dtype:
 
 class Module(nn.Module):
     """nn.Module whose call skips the hooks, which nothing uses and which cost a microsecond."""
+
+    is_replicated: ClassVar[bool] = False
+    """True: each rank has the whole module, which is small."""
 
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)

@@ -20,8 +20,8 @@ from quire.errors import UnavailableError, ValidationError
 from quire.sampling_params import SamplingParams
 from quire.structured_output.checker import Checker, CheckLimitError
 from quire.structured_output.normalize import normalize
-from quire.structured_output.params import PARAM, StructuredOutputsParams
 from quire.structured_output.turns import Turn
+from quire.structured_outputs_params import PARAM, StructuredOutputsParams
 
 MAX_REMEMBERED = 256  # encoded constraints within the limits of `normalize`
 

@@ -15,9 +15,9 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler.output import NewRequestData
 from quire.structured_output import backends, vocabulary
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Masks, Matcher
-from quire.structured_output.params import StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsSettings
+from quire.vocabulary import Vocabulary
 from quire.worker.cpu import HostTransfers
 from quire.worker.input_batch import Samples
 from quire.worker.sampler import Sampler, SamplerOutput

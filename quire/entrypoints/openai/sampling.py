@@ -20,7 +20,7 @@ from quire.entrypoints.openai.protocol.requests import (
 )
 from quire.errors import ValidationError
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.structured_output.params import PARAM
+from quire.structured_outputs_params import PARAM
 
 COMPLETION_MAX_TOKENS = 16
 # llama.cpp's names -> quire's.

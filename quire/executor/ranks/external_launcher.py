@@ -31,7 +31,7 @@ from quire.layers.shard import Shard
 from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_outputs_params import StructuredOutputsParams
 
 STEP_TIMEOUT_S = 600.0  # A rank's program may do something else between two steps.
 

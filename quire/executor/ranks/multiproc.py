@@ -30,8 +30,8 @@ from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem, all_encoded
 from quire.processes import exit_reason
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 

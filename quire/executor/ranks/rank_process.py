@@ -38,8 +38,8 @@ from quire.lora_request import LoRARequest
 from quire.media import MediaItem
 from quire.plugins import load_general_plugins
 from quire.processes import GROUP_SIGNALS, freeze_garbage
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 

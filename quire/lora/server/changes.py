@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quire.config import EngineConfig, ServerConfig
-from quire.engine.file_states import adapter_request
 from quire.errors import ConfigError, ConflictError, NotFoundError, ValidationError
-from quire.lora.peft_config import directory_of
+from quire.lora.peft_config import adapter_request, directory_of
 from quire.lora_request import MAX_NAME_CHARS, LoRARequest
 from quire.lora_resolvers import LORA_RESOLVERS, DirectoryResolver, LoRAResolver
 

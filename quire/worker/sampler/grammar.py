@@ -21,8 +21,8 @@ from quire.kernels import ops
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.structured_output.backend import EVERYTHING, GrammarError, Masks, Matcher
-from quire.structured_output.params import FAULT, StructuredOutputsParams
 from quire.structured_output.store import GrammarStore
+from quire.structured_outputs_params import FAULT, StructuredOutputsParams
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.feature import Failures, LogitsFeature
 

@@ -24,8 +24,8 @@ from quire.logits_processors import LogitsProcessor
 from quire.plugins import FACTORY, PluginTable
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, TokenLogprobs
-from quire.structured_output.params import StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
+from quire.structured_outputs_params import StructuredOutputsSettings
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.chain import SamplerChain, neutral_settings
 from quire.worker.sampler.dry import Dry
