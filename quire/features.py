@@ -12,8 +12,20 @@ CORE_FEATURES = {
     "kv_store": "quire.kv_store.tier:StoreTier",
     "kv_transfer": "quire.kv_store.transfer_tier:TransferTier",
     "console": "quire.console.recorder:ConsoleRecorder",
+    "routing": "quire.routing.cache_deltas:CacheDeltas",
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
+
+CORE_SUPERVISION = {"supervision": "quire.supervision.progress:CoreSupervision"}
+"""Feature -> `quire.engine.supervision:Supervision`; none: a core that dies is not replaced."""
+
+WORKER_FEATURES = {
+    "structured_output": "quire.structured_output.worker.grammar:WorkerGrammars",
+    "lora": "quire.lora.worker:WorkerAdapters",
+    "pooling": "quire.pooling.worker:WorkerPooling",
+    "spec_decode": "quire.spec_decode.worker.drafting:WorkerDrafting",
+}
+"""Feature -> `quire.worker.feature:WorkerFeature`, in the order in which they complete a step."""
 
 SERVER_FEATURES = {
     "speech": "quire.speech.routes:FEATURE",
@@ -47,3 +59,6 @@ POOLING_MODEL = "quire.pooling.models.model:PoolingModel"
 
 ADAPTER_TOKENIZER = "quire.lora.tokenizer:adapter_context"
 """Reader of the tokenizer that an adapter brings (`quire.engine.tokenizer_cache`)."""
+
+PARKED_WEIGHTS = "quire.sleep.parked_weights:ParkedWeights"
+"""Weights kept on the host while their worker sleeps (`quire.worker.worker`)."""

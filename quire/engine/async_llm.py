@@ -34,6 +34,7 @@ from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import CoreReceivers, Offer, OutputStream
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.queue_limits import QueueReservation, SharedWaiting
+from quire.engine.shared_counters import CounterSlot
 from quire.engine.startup import prepare
 from quire.engine.tokenizer import INLINE_CHARS, Tokenizer, beside_loop
 from quire.engine.tokenizer_cache import TokenizerContext
@@ -46,7 +47,6 @@ from quire.pooling.collector import PoolingCollector
 from quire.pooling.inputs import DEFAULT_TEXT_OPTIONS, TextOptions
 from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling_params import PoolingParams
-from quire.routing.counters import CounterSlot
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import SchedulerStats

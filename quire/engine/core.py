@@ -20,11 +20,13 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.core_feature import core_features
+from quire.engine.core_progress import Progress
 from quire.engine.file_states import check_files
 from quire.engine.kv_events import create_publisher
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
+    CacheDelta,
     CoreMessage,
     CoreReady,
     CoreRequest,
@@ -38,17 +40,16 @@ from quire.engine.messages import (
 from quire.engine.replicas.lockstep import Lockstep, in_step
 from quire.engine.sleeper import Sleeper
 from quire.engine.step_loop import Clock, make_loop
+from quire.engine.supervision import supervision
 from quire.engine.tokenizer_cache import load_vocabulary
 from quire.engine.trace import create_trace, recorded
 from quire.errors import ClientError, EngineDeadError, StartupError
 from quire.executor.base import Executor, resolve_executor
 from quire.kv_cache.sizing import resolve_max_model_len, size_kv_cache
 from quire.plugins import load_general_plugins
-from quire.routing.counters import CacheDeltaBuffer
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import resolve_scheduler
-from quire.supervision.progress import Progress, with_progress
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +93,12 @@ class EngineCore:
                 self.scheduler = recorded(self.scheduler, self._trace)
             self._features = core_features(config, self.executor, self.scheduler, clock)
             self._publisher = create_publisher(config)
-        self._cache_deltas = CacheDeltaBuffer() if config.tells_cache else None
+        self._event_readers = [feature for feature in self._features if feature.reads_kv_events]
         self.executor.use_vocabulary(partial(load_vocabulary, config))
         self._lockstep = lockstep
         executor = self.executor
         if progress is not None:
-            executor = with_progress(executor, progress, is_alone=lockstep is None)
+            executor = supervision().observed(executor, progress, is_alone=lockstep is None)
         executor = executor if lockstep is None else in_step(executor, lockstep)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
         self._sleeper = Sleeper(
@@ -157,8 +158,7 @@ class EngineCore:
                 feature.stepped(updates)
                 feature.add_stats(stats)
             self._publish_events()
-            delta = None if self._cache_deltas is None else self._cache_deltas.take()
-            return EngineCoreOutputs(updates, stats, self._clock(), cache=delta)
+            return EngineCoreOutputs(updates, stats, self._clock(), cache=self._pop_cache_delta())
 
     def pop_answers(self) -> list[UtilityResult]:
         """Return results of utility calls that finished asynchronously; a step may complete some."""
@@ -286,13 +286,22 @@ class EngineCore:
         self._publish_events()  # the next step may be far off
         return UtilityResult(call.call_id, result=result)
 
+    def _pop_cache_delta(self) -> CacheDelta | None:
+        """Return the changes of the prefix cache since the last call, if a feature records them."""
+        for feature in self._event_readers:
+            delta = feature.pop_cache_delta()
+            if delta is not None:
+                return delta
+        return None
+
     def _publish_events(self) -> None:
-        """Publish KV cache events to subscribers, and record them for routers."""
-        if self._publisher is None and self._cache_deltas is None:
+        """Publish KV cache events to subscribers, and let features record them."""
+        if self._publisher is None and not self._event_readers:
             return
         events = self.scheduler.pop_kv_events()
-        if events and self._cache_deltas is not None:
-            self._cache_deltas.note(events)
+        if events:
+            for feature in self._event_readers:
+                feature.note_kv_events(events)
         if events and self._publisher is not None:
             self._publisher.publish(events, time.time())
 

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 from quire.config import EngineConfig
-from quire.engine.messages import EngineCoreRequest
+from quire.engine.messages import CacheDelta, EngineCoreRequest
 from quire.engine.step_loop import Clock
 from quire.executor.base import Executor
 from quire.features import CORE_FEATURES
+from quire.kv_cache.events import KVCacheEvent
 from quire.plugins import import_place
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import RequestUpdate, SchedulerStats
@@ -22,6 +23,9 @@ class CoreFeature:
 
     The executor has its KV cache when a feature is constructed. Times are of `clock`.
     """
+
+    reads_kv_events: ClassVar[bool] = False
+    """True if the core calls `note_kv_events` and `pop_cache_delta`."""
 
     def __init__(self, config: EngineConfig, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
         self._executor = executor
@@ -66,6 +70,14 @@ class CoreFeature:
 
     def stepped(self, updates: list[RequestUpdate]) -> None:
         """Note a finished step; may complete its updates."""
+        return None
+
+    def note_kv_events(self, events: Sequence[KVCacheEvent]) -> None:
+        """Record events of the KV cache in the order in which they happened."""
+        return None
+
+    def pop_cache_delta(self) -> CacheDelta | None:
+        """Return changes of the prefix cache to send with a step's updates."""
         return None
 
     def add_stats(self, stats: SchedulerStats) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+from quire.engine.core_progress import Progress
 from quire.engine.step_loop import Clock, StepLoop
 from quire.executor.base import Executor
 from quire.processes import collect_garbage
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import Scheduler
 from quire.sleep.modes import MEMORY_TAGS, WEIGHTS, EngineSleepState
-from quire.supervision.progress import Progress
 
 logger = logging.getLogger(__name__)
 

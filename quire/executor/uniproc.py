@@ -174,16 +174,18 @@ class UniprocExecutor(Executor):
             raise failure
 
     def use_vocabulary(self, source: Callable[[], Vocabulary]) -> None:
-        self._worker.grammars.use_vocabulary(source)
+        self._worker.calls["use_vocabulary"](source)
 
     def prepare_grammar(self, params: StructuredOutputsParams) -> Future[None]:
-        return self._worker.grammars.prepare(params)
+        prepared: Future[None] = self._worker.calls["prepare_grammar"](params)
+        return prepared
 
     def prepare_adapter(self, request: LoRARequest) -> Future[None]:
-        return self._worker.adapters.prepare(request)
+        prepared: Future[None] = self._worker.calls["prepare_adapter"](request)
+        return prepared
 
     def drop_adapter(self, key: str) -> None:
-        self._lane.start(partial(self._worker.adapters.drop, key))()
+        self._lane.start(partial(self._worker.calls["drop_adapter"], key))()
 
     def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:
         return self._lane.start(partial(self._worker.encode_media, items, budget_s))()

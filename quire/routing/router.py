@@ -19,8 +19,10 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 from quire.config import EngineConfig
+from quire.engine.messages import CacheDelta
+from quire.engine.shared_counters import CounterSlot, Load, SharedCounters
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
-from quire.routing.counters import CacheDelta, CounterSlot, Load, Loads, block_keys, delta_keys
+from quire.routing.cache_deltas import block_keys, delta_keys
 from quire.scheduler.output import SchedulerStats
 
 K = TypeVar("K", bound=Hashable)
@@ -244,6 +246,28 @@ class _Sent:
     first_id: str
     core: int = 0
     num_waiting: int = 0
+
+
+class Loads:
+    """Loads of `num_cores` cores.
+
+    Args:
+        slot: slot of shared counters of that size; None: there are no other front ends.
+    """
+
+    def __init__(self, num_cores: int, slot: CounterSlot | None = None) -> None:
+        self._slot = slot or SharedCounters(1, num_cores=num_cores).slot(0)
+
+    def of(self, core: int, load: Load) -> float:
+        """Return the total over all front ends."""
+        return self._slot.total(self._slot.counters.load_column(core, load))
+
+    def add(self, core: int, load: Load, amount: float) -> None:
+        self._slot.add(self._slot.counters.load_column(core, load), amount)
+
+    def put(self, core: int, load: Load, value: float) -> None:
+        """Set this front end's value."""
+        self._slot.put(self._slot.counters.load_column(core, load), value)
 
 
 class Router:

@@ -63,7 +63,7 @@ class Alive(msgspec.Struct, tag="alive", frozen=True):
 
 
 class CoreLost(msgspec.Struct, tag="lost", frozen=True):
-    """Death of a core; `in_work` are digests of the requests it was working on (`progress.digest`)."""
+    """Death of a core; `in_work` are digests of the requests it was working on (`Progress.digests`)."""
 
     message: str
     in_work: list[bytes]

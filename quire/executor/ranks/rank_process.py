@@ -188,11 +188,13 @@ CALLS: dict[str, Callable[..., Any]] = {
     "sleep": lambda rank, level: rank.worker.sleep(level),
     "wake_up": lambda rank, tag: rank.worker.wake_up(tag),
     "use_vocabulary": lambda rank, plain: _use_vocabulary(rank.worker, plain),
-    "prepare_grammar": lambda rank, plain: rank.worker.grammars.prepare(
+    "prepare_grammar": lambda rank, plain: rank.worker.calls["prepare_grammar"](
         msgspec.convert(plain, StructuredOutputsParams)
     ),
-    "prepare_adapter": lambda rank, plain: rank.worker.adapters.prepare(msgspec.convert(plain, LoRARequest)),
-    "drop_adapter": lambda rank, key: rank.worker.adapters.drop(key),
+    "prepare_adapter": lambda rank, plain: rank.worker.calls["prepare_adapter"](
+        msgspec.convert(plain, LoRARequest)
+    ),
+    "drop_adapter": lambda rank, key: rank.worker.calls["drop_adapter"](key),
     "encode_media": lambda rank, plain, budget_s: msgspec.to_builtins(
         rank.worker.encode_media(msgspec.convert(plain, list[MediaItem]), budget_s)
     ),
@@ -209,7 +211,7 @@ def _initialize_kv_cache(worker: Worker, plain: dict[str, Any]) -> None:
 
 def _use_vocabulary(worker: Worker, plain: dict[str, Any]) -> None:
     vocabulary = msgspec.convert(plain, Vocabulary)
-    worker.grammars.use_vocabulary(lambda: vocabulary)
+    worker.calls["use_vocabulary"](lambda: vocabulary)
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.cores import BorrowedCores
+from quire.engine.shared_counters import CounterField, CounterSlot, SharedCounters
 from quire.entrypoints.openai.app import build_app
 from quire.entrypoints.openai.connection import http_config
 from quire.entrypoints.openai.connection_count import ConnectionCount, SharedConnectionCount
@@ -41,7 +42,6 @@ from quire.errors import QuireError
 from quire.logging_setup import EXIT_FAILED, configure_logging
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats, StatLogger
-from quire.routing.counters import CounterField, CounterSlot, SharedCounters
 from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
