@@ -37,7 +37,7 @@ import zmq
 
 from quire import private_directories
 from quire.config import EngineConfig
-from quire.engine.core_progress import Progress
+from quire.engine.core_progress import ProgressFile
 from quire.engine.messages import (
     NO_MESSAGE,
     WIRE_VERSION,
@@ -173,7 +173,7 @@ class RemoteClient(CoreClient):
             raise
 
     @abstractmethod
-    def _open_progress(self, config: EngineConfig) -> Progress:
+    def _open_progress(self, config: EngineConfig) -> ProgressFile:
         """Open the progress file or its equivalent."""
 
     @abstractmethod
@@ -332,8 +332,8 @@ class AttachedClient(RemoteClient):
             self._closed.set()
             self._release()
 
-    def _open_progress(self, config: EngineConfig) -> Progress:
-        return Progress(self._directory / PROGRESS)
+    def _open_progress(self, config: EngineConfig) -> ProgressFile:
+        return ProgressFile(self._directory / PROGRESS)
 
     def _connect_core(self, config: EngineConfig) -> int:
         self.send(Attach(self._front_end))
@@ -461,8 +461,8 @@ class ProcessClient(RemoteClient):
             self.process.wait()
         self._release()
 
-    def _open_progress(self, config: EngineConfig) -> Progress:
-        return Progress.create(self._directory / PROGRESS, config.scheduler.max_num_seqs)
+    def _open_progress(self, config: EngineConfig) -> ProgressFile:
+        return ProgressFile.create(self._directory / PROGRESS, config.scheduler.max_num_seqs)
 
     def _connect_core(self, config: EngineConfig) -> int:
         self.process = self._start_core(config)

@@ -20,7 +20,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.core_feature import core_features
-from quire.engine.core_progress import Progress
+from quire.engine.core_progress import ProgressFile
 from quire.engine.file_states import check_files
 from quire.engine.kv_events import create_publisher
 from quire.engine.messages import (
@@ -72,7 +72,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         clock: Clock = time.monotonic,
-        progress: Progress | None = None,
+        progress: ProgressFile | None = None,
         lockstep: Lockstep | None = None,
     ) -> None:
         started = clock()

@@ -20,7 +20,7 @@ _WORD = struct.Struct("<Q")
 _NUM_TURNS, _NUM_ROWS, _EXPECTED_US, _ROWS = (place * _WORD.size for place in range(4))
 
 
-class Progress:
+class ProgressFile:
     """File of words: loop iterations, number of requests in work, expected duration of the steps in work, and a digest
     of each request's id.
     """
@@ -31,10 +31,10 @@ class Progress:
         self._rows: dict[str, bytes] = {}
 
     @staticmethod
-    def create(path: Path, max_num_rows: int) -> Progress:
+    def create(path: Path, max_num_rows: int) -> ProgressFile:
         """Create the file; raises OSError if there is no room. Later writes need none."""
         path.write_bytes(bytes(_ROWS + max_num_rows * _WORD.size))
-        return Progress(path)
+        return ProgressFile(path)
 
     @property
     def num_turns(self) -> int:

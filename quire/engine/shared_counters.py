@@ -32,7 +32,7 @@ class CounterField(IntEnum):
     TURNS = 6  # Iterations of the process's event loop, as its heartbeat.
 
 
-class Load(IntEnum):
+class LoadCounter(IntEnum):
     """Counters per core of the engine, following those."""
 
     SEQUENCES = 0  # In flight.
@@ -99,7 +99,7 @@ class SharedCounters:
     def put(self, index: int, column: int, value: float) -> None:
         self._cells[index * self._width + column] = value
 
-    def load_column(self, core: int, load: Load) -> int:
+    def load_column(self, core: int, load: LoadCounter) -> int:
         return _width(self.num_tenants, core) + load
 
     def account(self, tenant: int) -> memoryview[float]:
@@ -141,4 +141,4 @@ class CounterSlot:
 
 def _width(num_tenants: int, num_cores: int) -> int:
     """Return the number of counters per slot."""
-    return len(CounterField) + num_tenants + num_cores * len(Load)
+    return len(CounterField) + num_tenants + num_cores * len(LoadCounter)

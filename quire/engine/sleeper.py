@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from quire.engine.core_progress import Progress
+from quire.engine.core_progress import ProgressFile
 from quire.engine.step_loop import Clock, StepLoop
 from quire.executor.base import Executor
 from quire.processes import collect_garbage
@@ -37,7 +37,7 @@ class Sleeper:
         loop: StepLoop,
         clock: Clock,
         tell: Callable[[list[RequestUpdate]], None],
-        progress: Progress | None,
+        progress: ProgressFile | None,
         check_files: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler

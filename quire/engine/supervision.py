@@ -10,7 +10,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from quire.engine.core_progress import Progress
+from quire.engine.core_progress import ProgressFile
 from quire.features import CORE_SUPERVISION
 from quire.plugins import import_place
 
@@ -52,7 +52,7 @@ class HangDetector(Protocol):
     def stalls(self) -> bool:
         """True if the core seems not to be ready for requests."""
 
-    def poll(self, progress: Progress, pid: int) -> bool:
+    def poll(self, progress: ProgressFile, pid: int) -> bool:
         """Poll a silent core's process and its progress; return whether the core hangs."""
 
 
@@ -74,7 +74,7 @@ class _NoDetector:
     silent_s = 0.0
     stalls = False
 
-    def poll(self, progress: Progress, pid: int) -> bool:
+    def poll(self, progress: ProgressFile, pid: int) -> bool:
         return False
 
 
@@ -89,7 +89,7 @@ class Supervision:
         """Return a detector of hangs longer than `timeout_s`."""
         return _NoDetector()
 
-    def observed(self, executor: Executor, progress: Progress, *, is_alone: bool) -> Executor:
+    def observed(self, executor: Executor, progress: ProgressFile, *, is_alone: bool) -> Executor:
         """Return an executor that records plans in `progress` before they are executed.
 
         Args:

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from quire.config import EngineConfig
 from quire.engine.messages import CacheDelta
-from quire.engine.shared_counters import CounterSlot, Load, SharedCounters
+from quire.engine.shared_counters import CounterSlot, LoadCounter, SharedCounters
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
 from quire.routing.cache_deltas import block_keys, delta_keys
 from quire.scheduler.output import SchedulerStats
@@ -168,7 +168,10 @@ class LeastLoaded(RoutingPolicy):
 
     def choose(self, request: RoutedRequest, cores: Sequence[int]) -> int:
         of = self.loads.of
-        return min(cores, key=lambda core: (of(core, Load.SEQUENCES), of(core, Load.WAITING_TOKENS), core))
+        return min(
+            cores,
+            key=lambda core: (of(core, LoadCounter.SEQUENCES), of(core, LoadCounter.WAITING_TOKENS), core),
+        )
 
 
 class LongestPrefix(RoutingPolicy):
@@ -194,8 +197,8 @@ class LongestPrefix(RoutingPolicy):
 
     def cost(self, request: RoutedRequest, core: int) -> float:
         """Return the time until this core has computed the prompt, in tokens."""
-        queued_cost = SEQUENCE_TOKENS * self.loads.of(core, Load.SEQUENCES)
-        waiting = self.loads.of(core, Load.WAITING_TOKENS)
+        queued_cost = SEQUENCE_TOKENS * self.loads.of(core, LoadCounter.SEQUENCES)
+        waiting = self.loads.of(core, LoadCounter.WAITING_TOKENS)
         adapter = request.keys.adapter
         loading = ADAPTER_TOKENS if adapter is not None and adapter not in self._adapters[core] else 0
         return (
@@ -224,7 +227,7 @@ class LongestPrefix(RoutingPolicy):
 
     def _lacking(self, request: RoutedRequest, core: int) -> float:
         """Return the tokens that do not fit the KV cache before other requests end."""
-        free = self._num_slots[core] * (1.0 - self.loads.of(core, Load.KV_USE))
+        free = self._num_slots[core] * (1.0 - self.loads.of(core, LoadCounter.KV_USE))
         return max(len(request.token_ids) - free, 0.0) if self._num_slots[core] else 0.0
 
     def _no_adapters(self) -> Recent[str]:
@@ -258,14 +261,14 @@ class Loads:
     def __init__(self, num_cores: int, slot: CounterSlot | None = None) -> None:
         self._slot = slot or SharedCounters(1, num_cores=num_cores).slot(0)
 
-    def of(self, core: int, load: Load) -> float:
+    def of(self, core: int, load: LoadCounter) -> float:
         """Return the total over all front ends."""
         return self._slot.total(self._slot.counters.load_column(core, load))
 
-    def add(self, core: int, load: Load, amount: float) -> None:
+    def add(self, core: int, load: LoadCounter, amount: float) -> None:
         self._slot.add(self._slot.counters.load_column(core, load), amount)
 
-    def put(self, core: int, load: Load, value: float) -> None:
+    def put(self, core: int, load: LoadCounter, value: float) -> None:
         """Set this front end's value."""
         self._slot.put(self._slot.counters.load_column(core, load), value)
 
@@ -314,11 +317,11 @@ class Router:
     def lost(self, core: int) -> None:
         """Record the loss of a core and of its cache."""
         self.ready(core, 0)
-        self._policy.loads.put(core, Load.KV_USE, 0.0)
+        self._policy.loads.put(core, LoadCounter.KV_USE, 0.0)
 
     def observe(self, core: int, stats: SchedulerStats) -> None:
         """Record a core's statistics."""
-        self._policy.loads.put(core, Load.KV_USE, stats.kv_cache_usage)
+        self._policy.loads.put(core, LoadCounter.KV_USE, stats.kv_cache_usage)
 
     def cached(self, core: int, delta: CacheDelta) -> None:
         """Apply a core's prefix cache delta."""
@@ -335,9 +338,9 @@ class Router:
         return core
 
     def _count(self, sent: _Sent, sign: int) -> None:
-        self._policy.loads.add(sent.core, Load.SEQUENCES, sign * sent.request.num_sequences)
-        self._policy.loads.add(sent.core, Load.WAITING_TOKENS, sign * sent.num_waiting)
+        self._policy.loads.add(sent.core, LoadCounter.SEQUENCES, sign * sent.request.num_sequences)
+        self._policy.loads.add(sent.core, LoadCounter.WAITING_TOKENS, sign * sent.num_waiting)
 
     def _stop_waiting(self, sent: _Sent) -> None:
-        self._policy.loads.add(sent.core, Load.WAITING_TOKENS, -sent.num_waiting)
+        self._policy.loads.add(sent.core, LoadCounter.WAITING_TOKENS, -sent.num_waiting)
         sent.num_waiting = 0

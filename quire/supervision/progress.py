@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from quire.config.scheduler import BUSY_FACTOR
-from quire.engine.core_progress import Progress
+from quire.engine.core_progress import ProgressFile
 from quire.engine.supervision import STALL_S, Supervision, Verdict
 from quire.executor.base import Executor
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -146,7 +146,7 @@ class ProgressExecutor:
     def __init__(
         self,
         executor: Executor,
-        progress: Progress,
+        progress: ProgressFile,
         costs: ExpectedCosts | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -221,7 +221,7 @@ class Heartbeat:
         """True if the core, at the last poll, had been idle without progress for longer than STALL_S."""
         return self._idle_s > STALL_S
 
-    def poll(self, progress: Progress, pid: int) -> bool:
+    def poll(self, progress: ProgressFile, pid: int) -> bool:
         """Poll a silent core's process and its progress; return whether the core hangs."""
         used = cpu_seconds_with_children(pid)
         return self.hangs(time.monotonic(), progress.num_turns, used, progress.expected_s)
@@ -289,5 +289,5 @@ class CoreSupervision(Supervision):
     def make_hang_detector(self, timeout_s: float) -> Heartbeat:
         return Heartbeat(timeout_s)
 
-    def observed(self, executor: Executor, progress: Progress, *, is_alone: bool) -> Executor:
+    def observed(self, executor: Executor, progress: ProgressFile, *, is_alone: bool) -> Executor:
         return cast("Executor", ProgressExecutor(executor, progress, ExpectedCosts() if is_alone else None))

@@ -19,7 +19,7 @@ from quire.structured_output.store import GrammarStore
 from quire.structured_output.worker.grammar import ConstrainedText, GrammarMask
 from quire.structured_outputs_params import StructuredOutputsSettings
 from quire.vocabulary import Vocabulary
-from quire.worker.cpu import HostTransfers
+from quire.worker.cpu import CpuTransfers
 from quire.worker.input_batch import Samples
 from quire.worker.sampler import Sampler, SamplerOutput
 from tests.worker.harness import append_tokens, input_batch, next_samples, request, rows_of
@@ -51,7 +51,7 @@ class Bench:
     def __init__(self, members: list[NewRequestData], grammars: GrammarStore | None = None) -> None:
         self.batch = input_batch()
         masks = GrammarMask(self.batch, VOCAB, grammars or store())
-        self.sampler = Sampler(self.batch, VOCAB, HostTransfers(), features=[masks])
+        self.sampler = Sampler(self.batch, VOCAB, CpuTransfers(), features=[masks])
         self.rows = rows_of(*(self._add(index, one) for index, one in enumerate(members)))
 
     def _add(self, index: int, one: NewRequestData) -> int:
