@@ -4,6 +4,13 @@
 A row is all that the core knows of a feature's class.
 """
 
+START_FEATURES = {
+    "pooling": "quire.pooling.models.start:PoolingStart",
+    "structured_output": "quire.structured_output.start:GrammarStart",
+    "spec_decode": "quire.spec_decode.start:DraftingStart",
+}
+"""Feature -> `quire.engine.start_feature:StartFeature`, in the order in which they are asked."""
+
 CORE_FEATURES = {
     "structured_output": "quire.structured_output.holds:GrammarHolds",
     "lora": "quire.lora.holds:AdapterHolds",
@@ -13,8 +20,21 @@ CORE_FEATURES = {
     "kv_transfer": "quire.kv_store.transfer_tier:TransferTier",
     "console": "quire.console.recorder:ConsoleRecorder",
     "routing": "quire.routing.cache_deltas:CacheDeltas",
+    "sleep": "quire.sleep.sleeper:Sleeper",
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
+
+SLEEP_CONTROL = {"sleep": "quire.sleep.controller:SleepController"}
+"""Feature -> `quire.engine.sleep_control:SleepControl`; none: the engine cannot sleep."""
+
+CORE_ROUTER = {"routing": "quire.routing.router:Router"}
+"""Feature -> `quire.engine.core_choice:CoreChoice`; none: requests go to the first core."""
+
+REQUEST_OWNERS = {"beam_search": "quire.beam_search.requests:BeamSearches"}
+"""Feature -> `quire.engine.request_owner:RequestOwner`, which runs requests with parameters of its own."""
+
+CONSTRAINTS = {"structured_output": "quire.structured_output.request_constraints:Constraints"}
+"""Feature -> `quire.engine.params_checks:ParamsChecks`; none: constraints on texts are refused."""
 
 CORE_SUPERVISION = {"supervision": "quire.supervision.progress:CoreSupervision"}
 """Feature -> `quire.engine.supervision:Supervision`; none: a core that dies is not replaced."""
@@ -62,3 +82,9 @@ ADAPTER_TOKENIZER = "quire.lora.tokenizer:adapter_context"
 
 PARKED_WEIGHTS = "quire.sleep.parked_weights:ParkedWeights"
 """Weights kept on the host while their worker sleeps (`quire.worker.worker`)."""
+
+POOLING_INPUTS = "quire.pooling.inputs:PoolingInputs"
+"""Reader of prompts and parameters of pooling models (`quire.engine.input_processor`)."""
+
+POOLED_OUTPUTS = "quire.pooling.encode:encode_all"
+"""Function that pools prompts by an asynchronous engine (`quire.engine.async_llm`)."""

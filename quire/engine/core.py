@@ -38,10 +38,8 @@ from quire.engine.messages import (
     request_of,
 )
 from quire.engine.replicas.lockstep import Lockstep, in_step
-from quire.engine.sleeper import Sleeper
 from quire.engine.step_loop import Clock, make_loop
 from quire.engine.supervision import supervision
-from quire.engine.tokenizer_cache import load_vocabulary
 from quire.engine.trace import create_trace, recorded
 from quire.errors import ClientError, EngineDeadError, StartupError
 from quire.executor.base import Executor, resolve_executor
@@ -52,9 +50,6 @@ from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import resolve_scheduler
 
 logger = logging.getLogger(__name__)
-
-# Utilities that leave scheduler and worker inconsistent if they fail midway.
-VITAL = frozenset({"sleep", "wake_up"})
 
 
 class EngineCore:
@@ -94,33 +89,26 @@ class EngineCore:
             self._features = core_features(config, self.executor, self.scheduler, clock)
             self._publisher = create_publisher(config)
         self._event_readers = [feature for feature in self._features if feature.reads_kv_events]
-        self.executor.use_vocabulary(partial(load_vocabulary, config))
+        self._config = config
+        self.progress = progress
         self._lockstep = lockstep
         executor = self.executor
         if progress is not None:
             executor = supervision().observed(executor, progress, is_alone=lockstep is None)
         executor = executor if lockstep is None else in_step(executor, lockstep)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
-        self._sleeper = Sleeper(
-            self.scheduler,
-            self.executor,
-            self._loop,
-            clock,
-            self._queue_updates,
-            progress,
-            partial(check_files, config),
-        )
+        for feature in self._features:
+            feature.connect(self)
         self.utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self._reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,
             "stats": self.scheduler.stats,
             "explain": self.explain,
-            "sleep": self._sleep,
-            "wake_up": self._sleeper.wake_up,
             "run_on_worker": self.executor.run_on_worker,
         }
         for feature in self._features:
             self.utilities.update(feature.utilities)
+        self._vital = frozenset(name for feature in self._features for name in feature.vital)
         self._pending_calls: list[tuple[UtilityCall, Future[Any]]] = []
         self._pending_updates: list[RequestUpdate] = []
         self.ready = CoreReady(
@@ -213,7 +201,7 @@ class EngineCore:
     def shutdown(self) -> None:
         """Release all resources; may be called twice. What features still write is written first."""
         if self._failure is None:
-            self._settle()
+            self.settle()
         for feature in self._features:
             feature.close()
         self.executor.shutdown()
@@ -222,18 +210,22 @@ class EngineCore:
         if self._trace is not None:
             self._trace.close()
 
-    def _sleep(self, level: int) -> list[str]:
-        self._settle()
-        return self._sleeper.sleep(level)
-
     def _reset_prefix_cache(self) -> bool:
-        self._settle()
+        self.settle()
         return self.scheduler.reset_prefix_cache()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Let features end their work on the KV cache; updates of steps that this takes are queued."""
         for feature in self._features:
-            feature.settle(lambda: self._queue_updates(self._take_step()))
+            feature.settle(self.run_step)
+
+    def run_step(self) -> None:
+        """Run a step; its updates are queued for the next output."""
+        self._queue_updates(self._take_step())
+
+    def check_files(self) -> None:
+        """Raise StartupError if the model's files are no longer those of the start."""
+        check_files(self._config)
 
     @contextmanager
     def _fail_core_on_error(self) -> Iterator[None]:
@@ -278,7 +270,7 @@ class EngineCore:
         except ClientError as error:
             return UtilityResult(call.call_id, error=str(error), refused=True)
         except Exception as error:
-            if call.method in VITAL and not isinstance(error, StartupError):
+            if call.method in self._vital and not isinstance(error, StartupError):
                 raise
             logger.exception("the utility %r failed", call.method)
             what = f"{type(error).__name__}; see the engine core's log for the traceback"

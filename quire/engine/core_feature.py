@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from quire.config import EngineConfig
+from quire.engine.core_progress import ProgressFile
 from quire.engine.messages import CacheDelta, EngineCoreRequest
 from quire.engine.step_loop import Clock
 from quire.executor.base import Executor
@@ -18,12 +19,30 @@ from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.scheduler import Scheduler
 
 
+class CoreAccess(Protocol):
+    """Engine core as its features reach it."""
+
+    progress: ProgressFile | None
+    """Progress of the core's process, if it is recorded."""
+
+    def settle(self) -> None:
+        """Let features end their work on the KV cache."""
+
+    def run_step(self) -> None:
+        """Run a step; its updates are queued for the next output."""
+
+    def check_files(self) -> None:
+        """Raise StartupError if the model's files are no longer those of the start."""
+
+
 class CoreFeature:
     """One feature of one core; every method here does nothing.
 
     The executor has its KV cache when a feature is constructed. Times are of `clock`.
     """
 
+    vital: ClassVar[frozenset[str]] = frozenset()
+    """Utilities that leave scheduler and worker inconsistent if they fail midway."""
     reads_kv_events: ClassVar[bool] = False
     """True if the core calls `note_kv_events` and `pop_cache_delta`."""
 
@@ -31,6 +50,10 @@ class CoreFeature:
         self._executor = executor
         self._scheduler = scheduler
         self._clock = clock
+
+    def connect(self, core: CoreAccess) -> None:
+        """Store access to the core, which is complete now."""
+        self._core = core
 
     @staticmethod
     def is_wanted(config: EngineConfig) -> bool:

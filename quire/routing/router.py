@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 from quire.config import EngineConfig
+from quire.engine.core_choice import CoreChoice
 from quire.engine.messages import CacheDelta
 from quire.engine.shared_counters import CounterSlot, LoadCounter, SharedCounters
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
@@ -273,7 +274,7 @@ class Loads:
         self._slot.put(self._slot.counters.load_column(core, load), value)
 
 
-class Router:
+class Router(CoreChoice):
     """Router by `--routing-policy`; with one core it costs next to nothing."""
 
     def __init__(self, config: EngineConfig, num_cores: int) -> None:
@@ -287,6 +288,17 @@ class Router:
     def share(self, slot: CounterSlot) -> None:
         """Share loads with the other front ends of the cores; call before there are requests."""
         self._policy.loads = Loads(self._num_cores, slot)
+
+    def admit(
+        self,
+        name: str,
+        token_ids: list[int],
+        num_sequences: int,
+        keys: ExtraKeys,
+        first_id: str,
+        cores: Sequence[int],
+    ) -> int:
+        return self.route(name, RoutedRequest(token_ids, num_sequences, keys), first_id, cores)
 
     def route(self, name: str, request: RoutedRequest, first_id: str, cores: Sequence[int]) -> int:
         """Return one of these cores for a new request, whose first sequence has this core id."""

@@ -209,7 +209,7 @@ def test_text_that_spends_its_budget_fails_alone(
     monkeypatch: pytest.MonkeyPatch, ms: float, fails: bool
 ) -> None:
     """Its mask is complete nevertheless, so that ranks which do not limit time sample the same token."""
-    monkeypatch.setattr("quire.worker.sampler.grammar.time.thread_time_ns", SlowClock(ms))
+    monkeypatch.setattr("quire.structured_output.worker.grammar.time.thread_time_ns", SlowClock(ms))
     bench = Bench([member("a*", ignore_eos=True), member(None)])
     for _ in range(20):
         output = bench.step("b")
@@ -219,7 +219,7 @@ def test_text_that_spends_its_budget_fails_alone(
 
 
 def test_store_that_limits_no_time_has_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.worker.sampler.grammar.time.thread_time_ns", SlowClock(1e4))
+    monkeypatch.setattr("quire.structured_output.worker.grammar.time.thread_time_ns", SlowClock(1e4))
     grammars = GrammarStore(StructuredOutputsSettings(), limits_time=False)
     grammars.use_vocabulary(lambda: VOCABULARY)
     bench = Bench([member("a*", ignore_eos=True)], grammars)

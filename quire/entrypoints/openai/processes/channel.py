@@ -19,6 +19,7 @@ import msgspec
 
 from quire.config import EngineConfig, ServerConfig
 from quire.engine.client import CoreAddress
+from quire.engine.sleep_state import EngineSleepState
 from quire.entrypoints.openai.keys import Tenant
 from quire.errors import (
     ConflictError,
@@ -30,7 +31,6 @@ from quire.errors import (
     ValidationError,
 )
 from quire.lora_request import LoRARequest
-from quire.sleep.modes import EngineSleepState
 
 logger = logging.getLogger(__name__)
 

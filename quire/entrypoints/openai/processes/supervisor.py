@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quire.config import ServerConfig
 from quire.engine.client import CoreAddress
 from quire.engine.shared_counters import CounterField, CounterSlot, SharedCounters
+from quire.engine.sleep_state import EngineSleepState
 from quire.entrypoints.openai.app import build_app, keyring
 from quire.entrypoints.openai.connection import GRACEFUL_SHUTDOWN_S, http_config
 from quire.entrypoints.openai.connection_count import SharedConnectionCount
@@ -52,7 +53,6 @@ from quire.errors import QuireError
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats
 from quire.processes import exit_reason, start_python
-from quire.sleep.modes import EngineSleepState
 from quire.supervision.progress import Heartbeat, cpu_seconds
 
 if TYPE_CHECKING:
