@@ -59,6 +59,12 @@ SERVER_FEATURES = {
 }
 """Feature -> `quire.entrypoints.openai.families:ServerFeature`, in the order of the OpenAPI document."""
 
+ADAPTER_SERVING = {"lora": "quire.lora.server.changes:AdapterChanges"}
+"""Feature -> `quire.entrypoints.openai.adapter_serving:AdapterServing`; none: a server without adapters."""
+
+SEARCH_PARAMS = {"beam_search": "quire.beam_search.routes:beam_search_params"}
+"""Feature -> function that reads the parameters of a search from a request (`quire.entrypoints.openai.sampling`)."""
+
 BROWSER_PAGES = {"console": "quire.console.pages:ConsolePages"}
 """Feature -> middleware that answers browsers before keys are asked for."""
 

@@ -17,9 +17,11 @@ import quire
 PACKAGE = Path(quire.__file__).parent
 FEATURES = (
     "batch",
+    "beam_search",
     "console",
     "disagg",
     "kv_store",
+    "lora",
     "routing",
     "simulate",
     "sleep",

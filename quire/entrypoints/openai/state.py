@@ -27,12 +27,12 @@ from quire.config import ServerConfig
 from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.media import MediaGate
 from quire.entrypoints.chat.messages import MediaTexts
+from quire.entrypoints.openai.adapter_serving import AdapterServing, adapter_serving
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import ClientIds, Keyring
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import ConfigError, NotFoundError, ValidationError
 from quire.io_processors import IOProcessor, make_io_processor
-from quire.lora.server.changes import AdapterChanges, make_resolvers, may_be_name, named_adapters
 from quire.lora_request import LoRARequest
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class ServerState:
     renders: BoundedThreads = field(init=False)  # Runs the chat templates of requests.
     media: MediaGate = field(init=False)
     adapters: Mapping[str, LoRARequest] = field(init=False)  # By served name.
-    adapter_changes: AdapterChanges = field(init=False)  # Used by the process that decides for all.
+    adapter_changes: AdapterServing = field(init=False)  # Used by the process that decides for all.
     # Compiles new chat templates, with a longer limit, since the machine may be busy.
     preparation: BoundedThreads = field(default_factory=BoundedThreads)
     client_ids: ClientIds = field(default_factory=ClientIds)
@@ -219,9 +219,9 @@ class ServerState:
         options = _form_options(self.config, self.media.texts)
         self._forms = TextForms(self.engine.input_processor.tokenizers.model, options)
         self.renders = BoundedThreads(self.config.chat_template_timeout)
-        self.adapters = named_adapters(self.config.lora_modules, self.engine.config, self.model_names)
-        resolvers = make_resolvers(self.engine.config, self.config)
-        self.adapter_changes = AdapterChanges(self.engine, self, resolvers)
+        serving = adapter_serving()
+        self.adapters = serving.named(self.engine.config, self.config, self.model_names)
+        self.adapter_changes = serving(self.engine, self, self.config)
 
     @property
     def unavailable(self) -> str | None:
@@ -347,7 +347,7 @@ class ServerState:
         Raises:
             ValidationError: it is unusable.
         """
-        if name and self.adapter_changes.resolves and name not in self.served_names and may_be_name(name):
+        if name and name not in self.served_names and self.adapter_changes.may_resolve(name):
             await self.run_command("resolve_adapter", name)
 
     def check_model(self, name: str | None) -> str:
