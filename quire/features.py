@@ -8,6 +8,7 @@ START_FEATURES = {
     "pooling": "quire.pooling.models.start:PoolingStart",
     "structured_output": "quire.structured_output.start:GrammarStart",
     "spec_decode": "quire.spec_decode.start:DraftingStart",
+    "lora": "quire.lora.start:LoRAStart",
 }
 """Feature -> `quire.engine.start_feature:StartFeature`, in the order in which they are asked."""
 

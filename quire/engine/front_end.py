@@ -27,6 +27,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.engine.core_choice import make_core_choice
 from quire.engine.file_states import check_files
@@ -57,7 +58,6 @@ from quire.errors import (
     ValidationError,
 )
 from quire.kv_cache.hashing import extra_keys
-from quire.lora_request import LoRARequest
 from quire.metrics.stats import STAT_LOGGERS, StatLoggerGroup
 from quire.metrics.tracing import make_tracers
 from quire.models.gguf.model import forget_files
@@ -318,7 +318,7 @@ class Terms(TypedDict):
 
     priority: int
     tenant: str
-    lora_request: LoRARequest | None
+    lora_request: AdapterRequest | None
 
 
 class FrontEnd:
@@ -466,7 +466,7 @@ class FrontEnd:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.config.arch import encoder_positions
 from quire.config.pooling import PoolingSpec
@@ -39,7 +40,6 @@ from quire.errors import ValidationError
 from quire.features import ENCODER_PROMPTS, POOLING_INPUTS, PROMPT_EMBEDS
 from quire.inputs import PromptType
 from quire.kv_transfer_params import FIELD, read_transfer
-from quire.lora_request import LoRARequest
 from quire.plugins import import_place, plugin_names
 from quire.pooling_params import DEFAULT_TEXT_OPTIONS, PoolingParams, TextOptions
 from quire.sampling_params import BeamSearchParams, SamplingParams
@@ -114,7 +114,7 @@ class InputProcessor:
         prompt: PromptType,
         options: TextOptions = DEFAULT_TEXT_OPTIONS,
         *,
-        adapter: LoRARequest | None = None,
+        adapter: AdapterRequest | None = None,
     ) -> TokenizedPrompt:
         """Convert any form of prompt to token ids; safe to call from several threads.
 
@@ -204,7 +204,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
     ) -> list[EngineCoreRequest]:
         """Return one core request per completion, after all checks against the model; the first computes the shared
         prompt.
@@ -263,7 +263,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
     ) -> tuple[EngineCoreRequest, BeamSearchParams]:
         """Return the template request of a search's beams, and its parameters, after all checks against the model.
 
@@ -308,7 +308,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
     ) -> EngineCoreRequest:
         """Return the core request for pooling a prompt, after all checks against the model.
 
@@ -380,7 +380,7 @@ class InputProcessor:
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS):
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
 
-    def check_terms(self, priority: int, tenant: str, lora_request: LoRARequest | None) -> None:
+    def check_terms(self, priority: int, tenant: str, lora_request: AdapterRequest | None) -> None:
         """Raise ValidationError if this engine cannot honour one of them."""
         if lora_request is not None and not self.config.lora.enable_lora:
             raise ValidationError("adapters are not served here (--enable-lora)", param="lora_request")

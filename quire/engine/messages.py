@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from quire.adapters import AdapterRequest
 from quire.kv_transfer_params import KVTransfer
-from quire.lora_request import LoRARequest
 from quire.media import MediaItem
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     beam: int = 0
     second_text_start: int | None = None
     instruction_length: int | None = None
-    lora_request: LoRARequest | None = None
+    lora_request: AdapterRequest | None = None
     media: list[MediaItem] = []
     kv_transfer: KVTransfer | None = None
 

@@ -106,7 +106,6 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     for feature in features:
         feature.check(config)
     config.quantization.check(config.device.device, encoded=config.arch.quantization is not None)
-    config.lora.check()
     check_hosts(config, headless=usage == "headless")
     check_ranks(config, serves=usage == "server")
     check_experts(config)

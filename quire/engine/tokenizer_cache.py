@@ -18,13 +18,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.engine.file_states import check_files
 from quire.engine.startup import load_tokenizer
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, ValidationError
 from quire.features import ADAPTER_TOKENIZER
-from quire.lora_request import LoRARequest
 from quire.plugins import import_place
 from quire.sampling_extras import (
     DRY_SEQUENCE_BREAKERS,
@@ -154,9 +154,9 @@ class TokenizerCache:
         self._lock = threading.Lock()
         self._of_adapters: OrderedDict[str, TokenizerContext] = OrderedDict()  # least recently used first
 
-    def known(self, adapter: LoRARequest | None) -> TokenizerContext | None:
+    def known(self, adapter: AdapterRequest | None) -> TokenizerContext | None:
         """Return the cached context of an adapter, or of the model; None: its files have to be read."""
-        if adapter is None or self.model.tokenizer is None or not self._config.lora.enable_lora:
+        if adapter is None or self.model.tokenizer is None or not self._config.serves_adapters:
             return self.model
         with self._lock:
             found = self._of_adapters.get(adapter.key)
@@ -164,7 +164,7 @@ class TokenizerCache:
                 self._of_adapters.move_to_end(adapter.key)
             return found
 
-    def of(self, adapter: LoRARequest | None) -> TokenizerContext:
+    def of(self, adapter: AdapterRequest | None) -> TokenizerContext:
         """Return the context of an adapter, or of the model; may read files.
 
         Raises:
@@ -181,7 +181,7 @@ class TokenizerCache:
     def _keep(self, key: str, tokenizer_context: TokenizerContext) -> None:
         with self._lock:
             self._of_adapters[key] = tokenizer_context
-            while len(self._of_adapters) > self._config.lora.num_kept:
+            while len(self._of_adapters) > self._config.num_kept_adapters:
                 self._of_adapters.popitem(last=False)
 
 

@@ -18,13 +18,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
 from quire.executor.base import Executor
 from quire.kv_cache.rows import STORE, RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.layers.shard import WHOLE, Shard
-from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem
 from quire.platforms import GPUS
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -180,7 +180,7 @@ class UniprocExecutor(Executor):
         prepared: Future[None] = self._worker.calls["prepare_grammar"](params)
         return prepared
 
-    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+    def prepare_adapter(self, request: AdapterRequest) -> Future[None]:
         prepared: Future[None] = self._worker.calls["prepare_adapter"](request)
         return prepared
 

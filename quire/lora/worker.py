@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from quire.config import EngineConfig
-from quire.layers.base import lora_dtype, model_dtype
+from quire.layers.base import DTYPES, model_dtype
 from quire.layers.shard import Shard
 from quire.lora.row_adapters import RowAdapters
 from quire.lora.store import AdapterSlots, AdapterStore
@@ -17,6 +19,13 @@ from quire.models.stages import Stage
 from quire.worker.devices import Device
 from quire.worker.feature import WorkerFeature
 from quire.worker.input_batch import InputBatch
+
+_DTYPES = DTYPES | {"int8": torch.int8}
+
+
+def lora_dtype(config: EngineConfig) -> torch.dtype:
+    """Return the dtype of LoRA weights; the config must be prepared."""
+    return _DTYPES.get(config.lora.lora_dtype, model_dtype(config))
 
 
 class WorkerAdapters(WorkerFeature):

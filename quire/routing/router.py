@@ -232,7 +232,7 @@ class LongestPrefix(RoutingPolicy):
         return max(len(request.token_ids) - free, 0.0) if self._num_slots[core] else 0.0
 
     def _no_adapters(self) -> Recent[str]:
-        return Recent(self._config.lora.num_kept)
+        return Recent(self._config.num_kept_adapters)
 
 
 POLICIES: dict[str, type[RoutingPolicy]] = {

@@ -250,7 +250,7 @@ class ModelRunner:
             most=min(self._slice_size, most_samples(config)),
             vocab_size=self._vocab_size,
             longest=self._max_model_len,
-            adapts=config.lora.enable_lora,
+            adapts=config.serves_adapters,
         )
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:

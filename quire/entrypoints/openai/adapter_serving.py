@@ -6,25 +6,25 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.features import ADAPTER_SERVING
-from quire.lora_request import LoRARequest
 from quire.plugins import import_place
 
 
 class AdapterNames(Protocol):
     """The adapters served by all processes of a server."""
 
-    adapters: Mapping[str, LoRARequest]
+    adapters: Mapping[str, AdapterRequest]
 
     @property
     def model_names(self) -> tuple[str, ...]: ...
 
-    async def form_of(self, adapter: LoRARequest | None) -> Any:
+    async def form_of(self, adapter: AdapterRequest | None) -> Any:
         """Load the tokenizer and chat template of an adapter, if it has its own."""
 
-    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+    async def share_adapters(self, adapters: Mapping[str, AdapterRequest]) -> None:
         """Serve these adapters in all processes."""
 
 
@@ -56,7 +56,7 @@ class AdapterServing:
     @classmethod
     def named(
         cls, engine: EngineConfig, server: ServerConfig, taken: Collection[str]
-    ) -> Mapping[str, LoRARequest]:
+    ) -> Mapping[str, AdapterRequest]:
         """Return the adapters that are given at the start, by name; `taken` are the names of the base model.
 
         Raises:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
+from quire.adapters import AdapterRequest
 from quire.config import ServerConfig
 from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.media import MediaGate
@@ -33,7 +34,6 @@ from quire.entrypoints.openai.keys import ClientIds, Keyring
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import ConfigError, NotFoundError, ValidationError
 from quire.io_processors import IOProcessor, make_io_processor
-from quire.lora_request import LoRARequest
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
@@ -175,7 +175,7 @@ class ApiProcesses(Protocol):
     async def run_command(self, command: str, *args: Any) -> None:
         """Let the supervisor process execute this command."""
 
-    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+    async def share_adapters(self, adapters: Mapping[str, AdapterRequest]) -> None:
         """Send the served adapters to the other processes; called in the supervisor process only."""
 
 
@@ -197,7 +197,7 @@ class ServerState:
     siblings: ApiProcesses | None = None
     renders: BoundedThreads = field(init=False)  # Runs the chat templates of requests.
     media: MediaGate = field(init=False)
-    adapters: Mapping[str, LoRARequest] = field(init=False)  # By served name.
+    adapters: Mapping[str, AdapterRequest] = field(init=False)  # By served name.
     adapter_changes: AdapterServing = field(init=False)  # Used by the process that decides for all.
     # Compiles new chat templates, with a longer limit, since the machine may be busy.
     preparation: BoundedThreads = field(default_factory=BoundedThreads)
@@ -249,7 +249,7 @@ class ServerState:
         """Text form of the base model."""
         return self._forms.model
 
-    async def form_of(self, adapter: LoRARequest | None) -> TextForm:
+    async def form_of(self, adapter: AdapterRequest | None) -> TextForm:
         """Return the text form of an adapter's requests, or the base model's.
 
         Raises:
@@ -335,7 +335,7 @@ class ServerState:
         elif defaults:
             raise ConfigError("--default-chat-template-kwargs needs a model with a chat template")
 
-    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+    async def share_adapters(self, adapters: Mapping[str, AdapterRequest]) -> None:
         """Serve these adapters in all processes; called in the supervisor process only."""
         self.adapters = adapters
         if self.siblings is not None:

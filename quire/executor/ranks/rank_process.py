@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from quire import private_directories
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.executor.ranks.agreement import check_ranks_agree
 from quire.executor.ranks.handles import (
@@ -42,7 +43,6 @@ from quire.executor.ranks.wire import SPIN_S, Wire
 from quire.executor.uniproc import select_own_device
 from quire.kv_cache.spec import decode_kv_config, encode_specs
 from quire.logging_setup import configure_logging
-from quire.lora_request import LoRARequest
 from quire.media import MediaItem
 from quire.plugins import load_general_plugins
 from quire.processes import GROUP_SIGNALS, freeze_garbage
@@ -200,7 +200,7 @@ CALLS: dict[str, Callable[..., Any]] = {
         msgspec.convert(plain, StructuredOutputsParams)
     ),
     "prepare_adapter": lambda rank, plain: rank.worker.calls["prepare_adapter"](
-        msgspec.convert(plain, LoRARequest)
+        msgspec.convert(plain, AdapterRequest)
     ),
     "drop_adapter": lambda rank, key: rank.worker.calls["drop_adapter"](key),
     "encode_media": lambda rank, plain, budget_s: msgspec.to_builtins(

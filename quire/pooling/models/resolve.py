@@ -422,7 +422,7 @@ def _classifier(
 def _leaves_head_to_adapters(config: EngineConfig, made: ArchitectureKind, model_dir: Path) -> bool:
     """Return whether a checkpoint has no head and adapters may supply one."""
     has_none = made.kind in (GENERATES, "embed") and config.load.load_format != "dummy"
-    return config.lora.enable_lora and has_none and not has_head(model_dir)
+    return config.serves_adapters and has_none and not has_head(model_dir)
 
 
 def _width(arch: ModelArch) -> int:

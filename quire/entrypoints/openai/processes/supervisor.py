@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quire.adapters import AdapterRequest
 from quire.config import ServerConfig
 from quire.engine.client import CoreAddress
 from quire.engine.shared_counters import CounterField, CounterSlot, SharedCounters
@@ -50,7 +51,6 @@ from quire.entrypoints.openai.processes.channel import (
 from quire.entrypoints.openai.service_manager import ServiceManager
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
-from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats
 from quire.processes import exit_reason, start_python
 from quire.supervision.progress import Heartbeat, cpu_seconds
@@ -209,7 +209,7 @@ class ApiServerSupervisor:
     async def run_command(self, command: str, *args: Any) -> None:
         await self._state.execute_command(command, *args)
 
-    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+    async def share_adapters(self, adapters: Mapping[str, AdapterRequest]) -> None:
         self._send_all(ServedAdapters(dict(adapters)))
         await self.num_unfinished()  # an answer shows that earlier messages were processed
 

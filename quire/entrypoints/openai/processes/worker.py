@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
+from quire.adapters import AdapterRequest
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.cores import BorrowedCores
 from quire.engine.shared_counters import CounterField, CounterSlot, SharedCounters
@@ -40,7 +41,6 @@ from quire.entrypoints.openai.processes.supervisor import count_turns
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
 from quire.logging_setup import EXIT_FAILED, configure_logging
-from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.scheduler.output import SchedulerStats
 
@@ -120,7 +120,7 @@ class SupervisorProxy:
     async def run_command(self, command: str, *args: Any) -> None:
         await self._channel.execute(command, *args)
 
-    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+    async def share_adapters(self, adapters: Mapping[str, AdapterRequest]) -> None:
         raise AssertionError("the supervisor decides which adapters are served")
 
 
