@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of models whose encoder reads an image: the image's rows and the decoder's first tokens to one prompt.
 
-Invariant: torch-free. A prompt's text and token ids are the decoder's; its first positions take the encoder's output, of
-which an image has as many rows as any other.
+Invariant: torch-free. A prompt's text and token ids are the decoder's; its first positions take the encoder's output,
+of which an image has as many rows as any other.
 """
 
 from __future__ import annotations

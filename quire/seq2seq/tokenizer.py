@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers of SentencePiece models beside a vocabulary of its own ids: Marian's and M2M-100's.
 
-Texts are cut by the source's model; outputs, and texts of decoder prompts, are of the target, whose model and vocabulary
-may differ. Ids are those of transformers' tokenizers.
+Texts are cut by the source's model; outputs, and texts of decoder prompts, are of the target, whose model and
+vocabulary may differ. Ids are those of transformers' tokenizers.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ class PieceTokenizer(Tokenizer):
         """See `Tokenizer.encode_target`."""
         return self._encoded(text, self._target, allow_special=True)
 
-    def _encoded(
-        self, text: str, model: tuple[PieceModel, list[int]], *, allow_special: bool
-    ) -> list[int]:
+    def _encoded(self, text: str, model: tuple[PieceModel, list[int]], *, allow_special: bool) -> list[int]:
         self.check_unicode(text)
         ids: list[int] = []
         place = 0
@@ -125,7 +123,9 @@ def _marian(directory: Path) -> Tokenizer:
     backend = _backend(target, [name for name in named.values() if name in target], named["unk_token"])
     end = named["eos_token"]
     if end in target:
-        backend.post_processor = processors.TemplateProcessing(f"$A {end}", special_tokens=[(end, target[end])])
+        backend.post_processor = processors.TemplateProcessing(
+            f"$A {end}", special_tokens=[(end, target[end])]
+        )
     return PieceTokenizer(
         backend,
         named,
@@ -148,7 +148,9 @@ def _m2m100(directory: Path) -> Tokenizer:
     backend = _backend(vocabulary | languages, [*named.values(), *tokens], named["unk_token"])
     spoken = f"__{settings.file.text('src_lang', 'en') if 'src_lang' in settings.file else 'en'}__"
     if spoken not in languages:
-        raise ModelLoadError(f"{settings.file.where}: src_lang must be one of the model's languages, got {spoken!r}")
+        raise ModelLoadError(
+            f"{settings.file.where}: src_lang must be one of the model's languages, got {spoken!r}"
+        )
     end = named["eos_token"]
     first, last = languages[spoken], _id_of(vocabulary, end, directory)
     backend.post_processor = processors.TemplateProcessing(
@@ -187,7 +189,9 @@ def _vocabulary(path: Path) -> dict[str, int]:
 
 def _id_of(vocabulary: Mapping[str, int], token: str, where: Path) -> int:
     if token not in vocabulary:
-        raise ModelLoadError(f"{where}: its vocabulary has no token {token!r:.100}, which tokenizer_config.json names")
+        raise ModelLoadError(
+            f"{where}: its vocabulary has no token {token!r:.100}, which tokenizer_config.json names"
+        )
     return vocabulary[token]
 
 
@@ -195,6 +199,7 @@ def _backend(vocabulary: dict[str, int], special: list[str], unknown: str) -> to
     """Return the vocabulary with its special tokens, which decodes pieces."""
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
     backend.decoder = decoders.Metaspace(SPACE, "always", split=False)
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in dict.fromkeys(special)])
+    backend.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in dict.fromkeys(special)]
+    )
     return backend
-

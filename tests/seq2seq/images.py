@@ -97,7 +97,11 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "donut": (
         "donut",
-        {"image_processor_type": "DonutImageProcessor", "size": {"height": 44, "width": 56}, "do_align_long_axis": True},
+        {
+            "image_processor_type": "DonutImageProcessor",
+            "size": {"height": 44, "width": 56},
+            "do_align_long_axis": True,
+        },
     ),
 }
 PROCESSORS["trocr-projected"] = PROCESSORS["trocr"]

@@ -125,4 +125,10 @@ def test_a_chat_of_one_image_is_read(loaded: tuple[str, Any, LLM]) -> None:
     start = [TASK, 7] if name == "donut" else [START, TASK, 7]
     assert list(output.outputs[0].token_ids) == greedy(model, pixels_of(name, PICTURES[0]), COUNT, start)[0]
     with pytest.raises(ValidationError, match=r"one\s+message"):
-        llm.chat([{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w5"}, {"role": "user", "content": parts}])
+        llm.chat(
+            [
+                {"role": "user", "content": "w5"},
+                {"role": "assistant", "content": "w5"},
+                {"role": "user", "content": parts},
+            ]
+        )

@@ -24,12 +24,25 @@ from tests.seq2seq.tiny import greedy, save
 sentencepiece = pytest.importorskip("sentencepiece", reason="it trains the models, and is the oracle")
 
 LETTERS = {"source": "abcdeimnorst", "target": "äbdefghiklnorstuü"}
-HARD = ("\ufb01", "Å", "A\u030a", "\uff21\uff11", "\u3300", "\u00a0", "\t", "\n", "\u200b", "\u2581", "🙂", "\u0e33")
+HARD = (
+    "\ufb01",
+    "Å",
+    "A\u030a",
+    "\uff21\uff11",
+    "\u3300",
+    "\u00a0",
+    "\t",
+    "\n",
+    "\u200b",
+    "\u2581",
+    "🙂",
+    "\u0e33",
+)
 SPECIAL = (">>fr<<", ">>xx<<", "</s>", "<unk>", "<pad>", "__de__", "__en__")
 WORDS = st.text(alphabet=LETTERS["source"], min_size=1, max_size=9)
-TEXTS = st.lists(WORDS | st.sampled_from(HARD) | st.text(max_size=4) | st.sampled_from(SPECIAL), max_size=12).map(
-    " ".join
-) | st.text(max_size=30)
+TEXTS = st.lists(
+    WORDS | st.sampled_from(HARD) | st.text(max_size=4) | st.sampled_from(SPECIAL), max_size=12
+).map(" ".join) | st.text(max_size=30)
 
 
 def train(path: Path, letters: str, **options: Any) -> None:
@@ -38,7 +51,11 @@ def train(path: Path, letters: str, **options: Any) -> None:
     words = ["".join(rng.choices(letters, k=rng.randint(1, 7))) for _ in range(400)]
     texts = [" ".join(rng.choices(words, k=8)) for _ in range(300)]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_writer=(file := path.open("wb")), num_threads=1, minloglevel=2, **options
+        sentence_iterator=iter(texts),
+        model_writer=(file := path.open("wb")),
+        num_threads=1,
+        minloglevel=2,
+        **options,
     )
     file.close()
 
@@ -60,7 +77,12 @@ def save_marian(path: Path, *, apart: bool, **options: Any) -> None:
         lists = [[*first, *dict.fromkeys([*source[::-1], *target[1::2]])]]
     for name, tokens in zip(("vocab.json", "target_vocab.json"), lists, strict=False):
         (path / name).write_text(json.dumps({token: index for index, token in enumerate([*tokens, "<pad>"])}))
-    config = {"tokenizer_class": "MarianTokenizer", "separate_vocabs": apart, "source_lang": "en", "target_lang": "de"}
+    config = {
+        "tokenizer_class": "MarianTokenizer",
+        "separate_vocabs": apart,
+        "source_lang": "en",
+        "target_lang": "de",
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -83,7 +105,9 @@ SAVERS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", params=list(SAVERS))
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Tokenizer, Path]:
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Tokenizer, Path]:
     """The tokenizer of transformers and ours, of the same files."""
     import transformers
 
@@ -106,7 +130,9 @@ def scores_of(name: str, path: Path, vocabulary: str) -> Any:
 
     def score(found: list[int]) -> float:
         ids = json.loads((path / vocabulary).read_text())
-        of_id = {ids[piece.text]: piece.score for piece in PieceModel(path / name).pieces if piece.text in ids}
+        of_id = {
+            ids[piece.text]: piece.score for piece in PieceModel(path / name).pieces if piece.text in ids
+        }
         return sum(of_id.get(token, -100.0) for token in found)
 
     return score
@@ -120,7 +146,11 @@ def test_ids_equal_those_of_the_slow_tokenizer(both: tuple[Any, Tokenizer, Path]
     model = "source.spm" if (path / "source.spm").exists() else "sentencepiece.bpe.model"
     score = scores_of(model, path, "vocab.json")
     check(theirs(text)["input_ids"], ours.encode(text), score)
-    check(theirs(text, add_special_tokens=False)["input_ids"], ours.encode(text, add_special_tokens=False), score)
+    check(
+        theirs(text, add_special_tokens=False)["input_ids"],
+        ours.encode(text, add_special_tokens=False),
+        score,
+    )
 
 
 @given(text=st.text(alphabet=LETTERS["target"] + "  >ä", max_size=20))
@@ -156,7 +186,9 @@ def test_engine_translates_texts_of_both_vocabularies(tmp_path: Path) -> None:
     model = save("marian-apart", tmp_path)
     save_marian(tmp_path, apart=True)
     vocabularies = [json.loads((tmp_path / name).read_text()) for name in ("vocab.json", "target_vocab.json")]
-    for name, vocabulary, size in zip(("vocab.json", "target_vocab.json"), vocabularies, (96, 80), strict=True):
+    for name, vocabulary, size in zip(
+        ("vocab.json", "target_vocab.json"), vocabularies, (96, 80), strict=True
+    ):
         kept = {token: index for token, index in vocabulary.items() if index < size - 1}
         (tmp_path / name).write_text(json.dumps({**kept, "<pad>": size - 1}))
     llm = LLM(str(tmp_path), dtype="float32")

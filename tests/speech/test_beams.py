@@ -62,7 +62,9 @@ def beams_of(
         no_timestamps_token_id=words.no_timestamps,
         max_initial_timestamp_index=words.max_initial,
     )
-    banned = [words.no_timestamps] if timestamps else list(range(words.first_timestamp, model.config.vocab_size))
+    banned = (
+        [words.no_timestamps] if timestamps else list(range(words.first_timestamp, model.config.vocab_size))
+    )
     rules: list[Any] = [SuppressTokensLogitsProcessor([*words.suppressed, *banned], "cpu")]
     if timestamps:
         rules.append(WhisperTimeStampLogitsProcessor(config, begin_index=len(ids)))

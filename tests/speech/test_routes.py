@@ -116,7 +116,10 @@ async def test_routes_bad_body_is_refused(client: httpx.AsyncClient) -> None:
 
 async def test_routes_beam_size_searches_whole_and_streamed(client: httpx.AsyncClient) -> None:
     def form(**fields: str) -> dict[str, Any]:
-        return {"files": {"file": ("a.wav", sound(0.5))}, "data": {"language": "de", "beam_size": "3", **fields}}
+        return {
+            "files": {"file": ("a.wav", sound(0.5))},
+            "data": {"language": "de", "beam_size": "3", **fields},
+        }
 
     whole = await client.post("/audio/transcriptions", **form())
     assert whole.status_code == 200

@@ -51,7 +51,9 @@ def talk() -> np.ndarray:
     return np.concatenate([noise(seconds, loudness) for seconds, loudness in parts])
 
 
-def fed(parts: list[np.ndarray], rate: int = RATE, **options: Any) -> tuple[list[TurnEvent], list[np.ndarray]]:
+def fed(
+    parts: list[np.ndarray], rate: int = RATE, **options: Any
+) -> tuple[list[TurnEvent], list[np.ndarray]]:
     """Return the begins and ends of turns, and the samples of each."""
     turns, marks, sounds = Turns(Loudness(), TurnDetection(**options), rate), list[TurnEvent](), []
     for found in [*(turns.feed(part) for part in parts), turns.finish()]:
@@ -166,11 +168,10 @@ async def test_realtime_without_weights_says_what_to_install(
         raise ValidationError("server_vad needs the weights of silero-vad", param="turn_detection")
 
     monkeypatch.setattr(realtime, "load_detector", missing)
-    async with serving(save_tiny_whisper(tmp_path / "whisper")) as server:
-        async with connect(address(server)) as socket:
-            await event(socket)
-            await socket.send(json.dumps({"type": "session.update", "turn_detection": {"type": "server_vad"}}))
-            found = await event(socket)
-            assert (found["type"], "silero-vad" in found["error"]) == ("error", True)
-            await tell(socket, "session.update")
-            assert (await event(socket))["session"]["turn_detection"] is None
+    async with serving(save_tiny_whisper(tmp_path / "whisper")) as server, connect(address(server)) as socket:
+        await event(socket)
+        await socket.send(json.dumps({"type": "session.update", "turn_detection": {"type": "server_vad"}}))
+        found = await event(socket)
+        assert (found["type"], "silero-vad" in found["error"]) == ("error", True)
+        await tell(socket, "session.update")
+        assert (await event(socket))["session"]["turn_detection"] is None

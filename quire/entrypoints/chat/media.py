@@ -223,8 +223,8 @@ class MediaGate:
         markers = self.texts.markers if self.texts is not None else ()
         ids = prompt.get("prompt_token_ids")
         if door.processor.num_encoded:
-            text = str(prompt.get("prompt") or "")
-            ids = tokenizer.encode(text, add_special_tokens=False) if ids is None else list(ids)
+            given = str(prompt.get("prompt") or "")
+            ids = tokenizer.encode(given, add_special_tokens=False) if ids is None else list(ids)
             return self._before_decoder(ids, admitted)
         if ids is None:
             pieces = re.split(f"({'|'.join(map(re.escape, markers))})", str(prompt.get("prompt", "")))

@@ -61,7 +61,12 @@ def transcribe(
         from quire.speech.offline import EngineSpeech, options_of
 
         task = "translate" if translate else "transcribe"
-        wants = {"timestamps": form != "text", "words": words, "vad_filter": vad_filter, "beam_size": beam_size}
+        wants = {
+            "timestamps": form != "text",
+            "words": words,
+            "vad_filter": vad_filter,
+            "beam_size": beam_size,
+        }
         options = options_of(language, task, prompt, temperature, hotwords=hotwords, **wants)
         engine = LLMEngine(config)
     try:

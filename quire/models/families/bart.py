@@ -34,7 +34,9 @@ _NAMES = CheckpointNames(
     unused=(r"(^|\.)embed_positions\.weights?$", r"(^|\.)(encoder|decoder)\.version$"),
 )
 
-_ALONE = replace(_NAMES, renamed={name: own for name, own in _NAMES.renamed.items() if name != "embed_tokens"})
+_ALONE = replace(
+    _NAMES, renamed={name: own for name, own in _NAMES.renamed.items() if name != "embed_tokens"}
+)
 """Names of a decoder with an embedding of its own."""
 
 

@@ -78,7 +78,7 @@ class Processor(abc.ABC):
 
     videos: VideoProcessor | None = None
     num_encoded: int = 0
-    """Rows of the encoder's output that cross-attention reads of an image, in place of placeholders; 0: there is none."""
+    """Rows of the encoder's output that cross-attention reads of an image; 0: an image has placeholders."""
 
     marker: str
     placeholder: str

@@ -27,9 +27,9 @@ from quire.models.vision_rows import grids, image_size, patch_size
 from quire.multimodal.towers.base import (
     NO_STEP,
     Arrays,
+    LearnedTable,
     PatchLinear,
     Slices,
-    Table,
     Tower,
     activation_of,
     chunks,
@@ -96,7 +96,7 @@ def _regions(length: int, side: int, shift: int) -> Tensor:
     return (places >= length - side).long() + (places >= length - shift).long() if shift else places * 0
 
 
-class WindowBias(Table):
+class WindowBias(LearnedTable):
     """Learned offset of scores per head and difference of two places in a window: [(2 * side - 1)^2, h]."""
 
     places: Tensor
@@ -104,7 +104,9 @@ class WindowBias(Table):
     def __init__(self, side: int, heads: int, *, config: EngineConfig, name: str) -> None:
         super().__init__((2 * side - 1) ** 2, heads, config=config, name=name)
         with torch.device("cpu"):
-            row, column = (axis.flatten() for axis in torch.meshgrid(*[torch.arange(side)] * 2, indexing="ij"))
+            row, column = (
+                axis.flatten() for axis in torch.meshgrid(*[torch.arange(side)] * 2, indexing="ij")
+            )
             differences = [axis[:, None] - axis[None] + side - 1 for axis in (row, column)]
             found = differences[0] * (2 * side - 1) + differences[1]
             self.register_buffer("places", found, persistent=False)
@@ -117,7 +119,9 @@ class WindowBias(Table):
 class SwinBlock(Module):
     """`x + attention(norm(x))` within windows, and then `x + mlp(norm(x))`."""
 
-    def __init__(self, tower: SwinTower, stage: Stage, windows: Windows, *, eps: float, bias: bool, at: str) -> None:
+    def __init__(
+        self, tower: SwinTower, stage: Stage, windows: Windows, *, eps: float, bias: bool, at: str
+    ) -> None:
         super().__init__()
         config, size = tower.config, stage.channels
         self.stage, self.windows, self.activate = stage, windows, tower.activate

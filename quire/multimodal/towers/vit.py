@@ -27,10 +27,10 @@ from quire.models.json_object import JsonObject
 from quire.multimodal.towers.base import (
     NO_STEP,
     Arrays,
+    LearnedTable,
     PatchLinear,
     Projection,
     Slices,
-    Table,
     Tower,
     activation_of,
     merged_squares,
@@ -158,10 +158,10 @@ class VisionTransformer(nn.Module):
         self.pre_norm = self.post_norm = None
         stored = (*options.class_shape, size)
         self.first_tokens = nn.ModuleList(
-            Table(size, config=config, name=f"{at}.{name}", stored=stored) for name in first_tokens
+            LearnedTable(size, config=config, name=f"{at}.{name}", stored=stored) for name in first_tokens
         )
         count = self.side**2 + len(first_tokens)
-        self.positions = Table(
+        self.positions = LearnedTable(
             count,
             size,
             config=config,
@@ -230,7 +230,7 @@ class VisionTransformer(nn.Module):
         found: Tensor = self.patch(patches.reshape(tiles * rows * columns, -1), NO_STEP)
         x = found.view(tiles, rows * columns, -1)
         for token in reversed(self.first_tokens):
-            assert isinstance(token, Table)
+            assert isinstance(token, LearnedTable)
             x = torch.cat((token.weight.expand(tiles, 1, -1), x), 1)
         x = x + self._positions(rows, columns)
         if self.pre_norm is None:
