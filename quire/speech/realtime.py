@@ -35,11 +35,11 @@ from quire.speech.transcript import Transcription
 from quire.speech.turns import (
     FIELD,
     Speech,
-    Started,
-    Stopped,
     TurnDetection,
     TurnEvent,
     Turns,
+    TurnStarted,
+    TurnStopped,
     read_turn_detection,
 )
 from quire.speech.voice import load_detector
@@ -234,13 +234,13 @@ class Session:
         """Send the client where turns begin and end, and pass on their samples."""
         for event in events:
             match event:
-                case Started(at_ms):
+                case TurnStarted(at_ms):
                     self._num_turns += 1
                     await self._send_turn("speech_started", audio_start_ms=at_ms)
                 case Speech(samples):
                     self._buffer.add(samples, RATE)
                     await self._pass_windows()
-                case Stopped(at_ms):
+                case TurnStopped(at_ms):
                     await self._send_turn("speech_stopped", audio_end_ms=at_ms)
                     await self._end_text()
                     await self._send_turn("committed")

@@ -78,13 +78,13 @@ def _milliseconds(value: object, name: str, least: int, most: int) -> int:
     return value
 
 
-class Started(NamedTuple):
+class TurnStarted(NamedTuple):
     """Begin of a turn, in milliseconds of the session's sound."""
 
     at_ms: int
 
 
-class Stopped(NamedTuple):
+class TurnStopped(NamedTuple):
     """End of a turn."""
 
     at_ms: int
@@ -96,7 +96,7 @@ class Speech(NamedTuple):
     samples: Samples
 
 
-TurnEvent = Started | Stopped | Speech
+TurnEvent = TurnStarted | TurnStopped | Speech
 
 
 class Turns:
@@ -137,7 +137,7 @@ class Turns:
         samples = np.concatenate(last)
         self.num_samples += len(samples)
         self.is_open = False
-        return [Speech(samples), Stopped(_ms(self.num_samples))]
+        return [Speech(samples), TurnStopped(_ms(self.num_samples))]
 
     def _chunk(self, chunk: Samples) -> Iterator[TurnEvent]:
         settings, probability = self._settings, self._voice.feed(chunk)
@@ -150,7 +150,7 @@ class Turns:
                 self._before = before[max(len(before) - wanted, 0) :]
                 return
             self.is_open, self._silence = True, 0
-            yield Started(_ms(start - len(self._before)))
+            yield TurnStarted(_ms(start - len(self._before)))
             yield Speech(self._before)
             self._before = np.empty(0, dtype=np.float32)
         is_silent = probability < max(settings.threshold - HYSTERESIS, 0.01)
@@ -158,7 +158,7 @@ class Turns:
         yield Speech(chunk)
         if self._silence * 1000 >= settings.silence_duration_ms * RATE:
             self.is_open = False
-            yield Stopped(_ms(self.num_samples))
+            yield TurnStopped(_ms(self.num_samples))
 
 
 def _joined(events: Iterator[TurnEvent]) -> list[TurnEvent]:

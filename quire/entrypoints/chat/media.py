@@ -123,7 +123,8 @@ class MediaGate:
         """Texts of the model's media; None if it takes none."""
         if self._door is None:
             return None
-        tokens, has_encoder = self._door.tokens, bool(self._door.processor.num_encoded)
+        tokens, processor = self._door.tokens, self._door.processor
+        has_encoder = bool(processor.num_encoded) or processor.leads
         template = IMAGE_TEMPLATE.replace("MARKER", tokens.marker) if has_encoder else ""
         return MediaTexts(tokens.marker, tokens.literals, tokens.video_marker, template)
 
@@ -186,6 +187,8 @@ class MediaGate:
             return self._before_decoder(tokenizer.encode(text, add_special_tokens=False), admitted)
         items = _in_order(chat.media_kinds(), admitted.items)
         texts = [item.layout.text for item in items]
+        if self._door.processor.leads:
+            return self._expanded(tokenizer.encode(chat.with_media(texts).text), tokenizer, items, admitted)
         return self._expanded(chat.with_media(texts).encode(tokenizer), tokenizer, items, admitted)
 
     def _before_decoder(self, token_ids: list[int], admitted: AdmittedMedia) -> EncodedChat:
@@ -227,7 +230,10 @@ class MediaGate:
             ids = tokenizer.encode(given, add_special_tokens=False) if ids is None else list(ids)
             return self._before_decoder(ids, admitted)
         if ids is None:
-            pieces = re.split(f"({'|'.join(map(re.escape, markers))})", str(prompt.get("prompt", "")))
+            text = str(prompt.get("prompt", ""))
+            if door.processor.leads and markers[0] not in text:
+                text = markers[0] * len(admitted.items) + text
+            pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text)
             items = _checked_order([markers.index(each) for each in pieces[1::2]], markers, admitted)
             pieces[1::2] = [item.layout.text for item in items]
             return self._expanded(tokenizer.encode("".join(pieces)), tokenizer, items, admitted)
@@ -236,8 +242,10 @@ class MediaGate:
         encoded: list[int] = []
         fill = iter(items)
         for token_id in ids:
-            text = next(fill).layout.text if token_id in kinds else None
-            encoded += [token_id] if text is None else tokenizer.encode(text, add_special_tokens=False)
+            layout = next(fill).layout if token_id in kinds else None
+            encoded += (
+                [token_id] if layout is None else tokenizer.encode(layout.text, add_special_tokens=False)
+            )
         return self._expanded(encoded, tokenizer, items, admitted)
 
     def _required(self, where: str) -> MediaDoor:

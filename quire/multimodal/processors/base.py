@@ -80,6 +80,9 @@ class Processor(abc.ABC):
     num_encoded: int = 0
     """Rows of the encoder's output that cross-attention reads of an image; 0: an image has placeholders."""
 
+    leads = False
+    """An image comes before its text, which need not have its marker."""
+
     marker: str
     placeholder: str
     literals: tuple[str, ...]

@@ -75,7 +75,11 @@ CASES: dict[str, Case] = {
     "trocr": Case(
         "VisionEncoderDecoderModel",
         _pil("vit", "ViTImageProcessorPil"),
-        {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}, "do_convert_rgb": True},
+        {
+            "image_processor_type": "ViTImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "do_convert_rgb": True,
+        },
         _TROCR,
     ),
     "trocr-small": Case(
@@ -89,12 +93,31 @@ CASES: dict[str, Case] = {
         },
         {"encoder": {**_TROCR["encoder"], "model_type": "deit"}},
     ),
+    "florence": Case(
+        "Florence2ForConditionalGeneration",
+        _pil("clip", "CLIPImageProcessorPil"),
+        {"size": {"height": 48, "width": 40}, "do_center_crop": False},
+        {
+            "vision_config": {
+                "patch_size": [7, 3],
+                "patch_stride": [4, 2],
+                "patch_padding": [3, 1],
+            }
+        },
+    ),
     **{
         f"donut{name}": Case(
             "VisionEncoderDecoderModel",
             _pil("donut", "DonutImageProcessorPil"),
             {"size": {"height": 40, "width": 56}, "do_convert_rgb": True, **options},
-            {"encoder": {"model_type": "donut-swin", "image_size": [40, 56], "depths": [1, 1], "num_heads": [1, 1]}},
+            {
+                "encoder": {
+                    "model_type": "donut-swin",
+                    "image_size": [40, 56],
+                    "depths": [1, 1],
+                    "num_heads": [1, 1],
+                }
+            },
             ratio=40,
         )
         for name, options in (("", {}), ("-turned", {"do_align_long_axis": True, "resample": 3}))
