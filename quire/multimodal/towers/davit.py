@@ -210,7 +210,7 @@ class DaViTBlock(Module):
 
 
 class SpatialBlock(DaViTBlock):
-    """DaViTBlock whose patches attend within windows; zeros complete the last ones."""
+    """Block whose patches attend within windows; zeros complete the last ones."""
 
     attention_name = "window_attn"
 
@@ -230,7 +230,7 @@ class SpatialBlock(DaViTBlock):
 
 
 class ChannelBlock(DaViTBlock):
-    """DaViTBlock whose channels attend to those of their group. Sums are in an order that no number of threads changes."""
+    """Block whose channels attend to those of their group; no number of threads changes the order of sums."""
 
     attention_name = "channel_attn"
 
