@@ -34,7 +34,7 @@ _NO_PIECE = "\U0010ffffunknown"
 
 @dataclass(frozen=True)
 class ScoredPiece:
-    """ScoredPiece of a vocabulary with its score, the greater the likelier, and its kind."""
+    """Piece of a vocabulary with its score, the greater the likelier, and its kind."""
 
     text: str
     score: float

@@ -144,6 +144,7 @@ class EncoderPrompts:
             return prompt
         self._check_ids(prompt.token_ids)
         ids = self._from(_with_image_first(prompt.token_ids, images), options.source)
+        self._check_places(ids, images)
         most = self._whole.encoder_length
         if len(ids) > most:
             raise ContextLengthError(
@@ -164,6 +165,17 @@ class EncoderPrompts:
             num_forced=num_forced,
             num_encoded=end,
         )
+
+    def _check_places(self, ids: list[int], images: Sequence[MediaItem]) -> None:
+        """Check that a prompt has a place for each row of its image, and no other."""
+        tokens = self._whole.placeholder_ids
+        found, wanted = sum(token in tokens for token in ids), sum(image.num_embeddings for image in images)
+        if found != wanted:
+            raise ValidationError(
+                f"the prompt has {found} tokens in whose places rows of an image stand, and {wanted} rows; send the "
+                "image as such, and text without the token",
+                param="prompt",
+            )
 
     def _check_ids(self, ids: list[int]) -> None:
         if not ids:

@@ -135,6 +135,13 @@ def test_florence_chat_and_wrong_prompts(loaded: tuple[Any, LLM]) -> None:
         list(output.outputs[0].token_ids) == expected(model, picture(1), [*[IMAGE] * NUM_ROWS, 0, 5, END])[0]
     )
     two = {"prompt": "w5", "multi_modal_data": {"image": [picture(1), picture(2)]}}
-    for prompt, message in ((two, "one image per prompt"), ("", "must not be empty")):
+    spelled = {"prompt": "<image> <image> w5", "multi_modal_data": {"image": picture(1)}}
+    for prompt, message in (
+        (two, "one image per prompt"),
+        ("", "must not be empty"),
+        ("<image> w5", "has 1 tokens in whose places"),
+        ([0, IMAGE, 5], "has 1 tokens in whose places"),
+        (spelled, "2 markers"),
+    ):
         with pytest.raises(ValidationError, match=message):
             llm.generate([prompt], GREEDY, use_tqdm=False)

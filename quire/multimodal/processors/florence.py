@@ -66,7 +66,7 @@ class FlorenceProcessor(Processor):
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         check_prepared_pixels(self._size[0] * self._size[1])
         pixels = pixels_of(resized(as_rgb(image), self._size, self._resample))
-        arrays = {PIXELS: np.ascontiguousarray(pixels), TABLE: self._table}
+        arrays: Arrays = {PIXELS: np.ascontiguousarray(pixels), TABLE: self._table}
         return Prepared(arrays, self.placeholder, self._runs)
 
     @staticmethod

@@ -36,7 +36,7 @@ class TextTower(Tower):
     Invariant: rows depend on a text's tokens alone, since texts are computed one at a time.
     """
 
-    parts = ("encoder.",)
+    parts: tuple[str, ...] = ("encoder.",)
     unused: tuple[str, ...] = (r"(^|\.)embed_positions\.weights?$", r"(^|\.)(encoder|decoder)\.version$")
     norm_name = "encoder.layer_norm"
 
