@@ -317,7 +317,7 @@ class AsyncLLM:
             ValidationError: it cannot be used; names the file, the tensor and the limit.
         """
         await self.get_tokenizer_context(lora_request)
-        fields = msgspec.to_builtins(lora_request)
+        fields = msgspec.to_builtins(self._front_end.adapters.completed(lora_request))
         return all(await self._call_each("add_lora", fields))
 
     async def get_tokenizer_context(self, adapter: LoRARequest | None) -> TokenizerContext:
@@ -326,7 +326,9 @@ class AsyncLLM:
         Raises:
             ValidationError: its tokenizer does not fit the model's.
         """
-        tokenizers = self.input_processor.tokenizers
+        tokenizers, contents = self.input_processor.tokenizers, self._front_end.adapters
+        if not contents.is_complete(adapter):
+            await asyncio.to_thread(contents.completed, adapter)
         known = tokenizers.known(adapter)
         return await asyncio.to_thread(tokenizers.of, adapter) if known is None else known
 

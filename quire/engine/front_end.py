@@ -29,7 +29,7 @@ import msgspec
 
 from quire.beam_search.requests import BeamSearches
 from quire.config import EngineConfig
-from quire.engine.file_states import check_files
+from quire.engine.file_states import AdapterContents, check_files
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import (
     AbortRequests,
@@ -336,6 +336,7 @@ class FrontEnd:
         dead_error: error that ended the engine.
         rest: sleep state; only the first front end puts cores to sleep and informs the others.
         is_falling_asleep: whether it takes no requests because it is about to sleep.
+        adapters: contents of requests' adapters.
 
     Raises:
         ModelLoadError: from the constructor; the tokenizer cannot be loaded, or its files have changed since
@@ -376,6 +377,7 @@ class FrontEnd:
         self._in_flight = InFlightRequests(num_cores, number)
         self.router = Router(config, num_cores)
         self._calls = UtilityCalls(number)
+        self.adapters = AdapterContents(config)
 
     # State
 
@@ -487,6 +489,7 @@ class FrontEnd:
         cores = self._cores_for(data_parallel_rank)
         name = self._in_flight.new_name(label)
         tracked_sink = self._with_removal(name, sink)
+        lora_request = self.adapters.completed(lora_request)
         terms = Terms(priority=priority, tenant=tenant, lora_request=lora_request)
         if isinstance(params, BeamSearchParams):
             first, params = self.input_processor.process_beam_search(name, prompt, params, **terms)
@@ -497,7 +500,7 @@ class FrontEnd:
             requests = self._checked(name, prompt, params, terms)
             self.output_processor.add_request(label, prompt, requests, tracked_sink, trace_headers)
             core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
-        adapter = None if lora_request is None else lora_request.key
+        adapter = None if lora_request is None else lora_request.cache_key
         keys = extra_keys(prompt.cache_salt, adapter, prompt.media)
         routed = RoutedRequest(prompt.token_ids, len(core_ids), keys)
         core = self.router.route(name, routed, core_ids[0], cores)

@@ -21,6 +21,7 @@ from quire.kv_cache.integrity import IntegrityError, check_integrity
 from quire.kv_cache.single_type_manager import MANAGERS, FindBlock, SingleTypeManager
 from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, SwapCosts
 from quire.kv_cache.transfers import HostTransfers, Transfer
+from quire.lora_request import outlives_engine
 
 __all__ = ["CachedSequence", "IntegrityError", "KVCacheManager", "PlannedMoves", "PrefixHit"]
 
@@ -51,8 +52,9 @@ class PrefixLoad(NamedTuple):
 
 
 def is_storable(request: CachedSequence) -> bool:
-    """Return whether a request's blocks may outlive the process: names of adapters do not."""
-    return request.extra_keys.adapter is None
+    """Return whether a request's blocks may outlive the process: an adapter must be named by its content."""
+    adapter = request.extra_keys.adapter
+    return adapter is None or outlives_engine(adapter)
 
 
 _ABSENT = -1

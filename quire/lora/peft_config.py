@@ -11,11 +11,15 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from math import sqrt
 from pathlib import Path
 
 from quire.config import ASSETS
+from quire.config.model import LoRAConfig
+from quire.engine.packed_weights import user_cache
 from quire.errors import ModelLoadError
+from quire.models.file_digests import FileDigests
 from quire.models.fingerprint import files_fingerprint
 from quire.models.json_object import JsonObject, read_json_object
 
@@ -50,6 +54,21 @@ def adapter_fingerprint(directory: Path) -> str:
     return files_fingerprint(files).hex() if files else ""
 
 
+def adapter_content(directory: Path, settings: LoRAConfig) -> str:
+    """Return a digest over all bytes of an adapter's files and the options that move its bits; empty: files are missing.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    paths = [directory / CONFIG_NAME, directory / WEIGHTS_NAME]
+    if not all(path.is_file() for path in paths):
+        return ""
+    digests = FileDigests(user_cache())
+    parts = [settings.lora_dtype, str(settings.max_lora_rank), *map(digests.digest_of, paths)]
+    return sha256("\n".join(parts).encode()).hexdigest()[:CONTENT_DIGITS]
+
+
+CONTENT_DIGITS = 32
 MAX_FILE_RANK = 4096
 
 _OF_TRAINING = frozenset(
