@@ -12,10 +12,11 @@ of no block that the store may still write to or read.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from quire.config import EngineConfig
 from quire.engine.core_feature import CoreFeature
 from quire.engine.step_loop import Clock
 from quire.executor.base import Executor
+from quire.kv_cache.events import DISK
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.rows import RowResult
 from quire.kv_store.jobs import Job, RowJobs, can_go_on
@@ -35,7 +37,8 @@ from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-DETAIL = "its stored prefix"
+DETAILS = {DISK: "its prefix from disk"}
+OTHER_DETAIL = "its prefix from the row server"
 POLL_S = 0.001
 MOST_WAIT_S = 10.0
 """Longest hold of a request."""
@@ -84,6 +87,10 @@ class StoreTier(CoreFeature):
         )
         self._ranges: OrderedDict[str, tuple[int, int]] = OrderedDict()  # request -> tokens loaded for it
         self._num_holds = 0
+        self._detail = DETAILS.get(self._info.medium, OTHER_DETAIL)
+        self._announces = config.kv_events.enabled and not config.kv_store.is_peer
+        self._listing = executor.move_rows("list", []) if self._announces else None
+        self._removals: list[Future[RowResult]] = []  # of content that proved wrong
         self._rest_s = REST_S
         self._rest_until = 0.0
 
@@ -98,12 +105,14 @@ class StoreTier(CoreFeature):
             any(one.until <= now or can_go_on(one.lookup, one.jobs) for one in self._waiting)
             or self._jobs.has_work
             or (self._unsaved is not None and self._unsaved[1].done())
+            or (self._listing is not None and self._listing.done())
             or self._can_save
         )
 
     @property
     def patience_s(self) -> float | None:
-        return POLL_S if self._waiting or self._jobs or self._unsaved else None
+        is_busy = self._waiting or self._jobs or self._unsaved or self._listing
+        return POLL_S if is_busy else None
 
     def admitted(self, request_id: str) -> None:
         """Look for the prefix of a new request in the store, and hold it if blocks of it are there."""
@@ -120,7 +129,7 @@ class StoreTier(CoreFeature):
             request_id, f"stored prefix {self._num_holds}", keys, lookup, self._clock() + LEAST_WAIT_S
         )
         if self._is_held(waiting):
-            self._scheduler.hold(request_id, Hold(waiting.hold, Cause.NOT_READY, DETAIL), self._clock())
+            self._scheduler.hold(request_id, Hold(waiting.hold, Cause.NOT_READY, self._detail), self._clock())
             self._waiting.append(waiting)
             self._jobs.start_due()
 
@@ -179,6 +188,7 @@ class StoreTier(CoreFeature):
         self._note_health(found)
         stored = [key for key, is_there in zip(waiting.keys, found.done, strict=True) if is_there]
         stored = [key for key in stored if self._jobs.is_right(key)]
+        self._announce(stored, found.removed)
         computing_s = self._scheduler.computing_s(len(stored))
         if len(stored) * self._info.row_bytes / self._bytes_per_s > computing_s:
             return
@@ -247,6 +257,7 @@ class StoreTier(CoreFeature):
 
     def _begin_save(self, keys: Sequence[BlockHash], found: RowResult) -> None:
         self._note_health(found)
+        self._announce(itertools.compress(keys, found.done), found.removed)
         new = [key for key, is_there in zip(keys, found.done, strict=True) if not is_there]
         transfers = (
             self._scheduler.begin_saves([key for key in new if self._jobs.is_right(key)]) if new else []
@@ -260,18 +271,31 @@ class StoreTier(CoreFeature):
         for key in keys:
             self._to_save.pop(key, None)
         self._jobs.forget(keys)
-        self._executor.move_rows("remove", [(key, 0) for key in keys])
+        self._removals.append(self._executor.move_rows("remove", [(key, 0) for key in keys]))
+        self._announce([], keys)
+
+    def _announce(self, stored: Iterable[BlockHash], removed: Sequence[bytes]) -> None:
+        """Report to subscribers of KV events rows that the directory has lost, and rows that it has."""
+        if self._announces:
+            right = [key for key in stored if self._jobs.is_right(key)]
+            self._scheduler.note_outside(right, removed, self._info.medium)
 
     # Jobs
 
     def _end_jobs(self) -> None:
         """Note the jobs that have ended, and let their requests go on."""
+        if self._listing is not None and self._listing.done():  # before what was begun later
+            listed, self._listing = self._listing.result(), None
+            self._announce(listed.names, listed.removed)
         for ended in self._jobs.pop_ended():
             self._note_health(ended.result)
+            saved = itertools.compress(ended.job.keys, ended.moved) if ended.job.action == "save" else ()
+            self._announce(saved, ended.result.removed)
             self._note_moved(ended.job, sum(ended.moved))
             for waiting in self._waiting:
                 waiting.jobs.discard(ended.job)
-        if self._unsaved is None:
+        self._removals = [removal for removal in self._removals if not removal.done()]
+        if self._unsaved is None and not self._removals:
             self._jobs.forgive()
 
     def _note_moved(self, job: Job, num_rows: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 import uuid
 from collections import OrderedDict
@@ -29,7 +30,7 @@ from quire.engine.messages import EngineCoreRequest
 from quire.engine.step_loop import Clock
 from quire.executor.base import Executor
 from quire.kv_cache.hashing import BlockHash
-from quire.kv_cache.rows import OFFERS, RowResult
+from quire.kv_cache.rows import OFFERS, LeaseStats, RowResult
 from quire.kv_store import tier
 from quire.kv_store.jobs import Job, RowJobs, can_go_on
 from quire.kv_transfer_params import KVOffer, KVTransfer
@@ -47,6 +48,8 @@ OFFER_S = 5.0
 REST_S = 1.0
 """Time for which an engine that did not answer is left alone; doubles up to `MOST_REST_S`."""
 MOST_REST_S = 30.0
+LEASES_S = 1.0
+"""Time between two counts of the leases that are held."""
 
 
 @dataclass(eq=False)
@@ -108,6 +111,8 @@ class TransferTier(CoreFeature):
         self._ranges: OrderedDict[str, tuple[int, int]] = OrderedDict()  # request -> tokens loaded for it
         self._health: dict[str, _Health] = {}
         self._num_holds = 0
+        self._count: Future[RowResult] | None = None  # of leases
+        self._count_at = math.inf
         self._has_one_group = scheduler.tokens_of(1) == config.cache.block_size
 
     @staticmethod
@@ -122,11 +127,15 @@ class TransferTier(CoreFeature):
             or self._jobs.has_work
             or any(pull.until <= now or can_go_on(pull.lookup, pull.jobs) for pull in self._pulls)
             or any(offer.until <= now or (offer.retry_at <= now and not offer.jobs) for offer in self._ending)
+            or self._count_at <= now
+            or (self._count is not None and self._count.done())
         )
 
     @property
     def patience_s(self) -> float | None:
-        return tier.POLL_S if self._pulls or self._jobs or self._ending else None
+        if self._pulls or self._jobs or self._ending or self._count is not None:
+            return tier.POLL_S
+        return LEASES_S if self._count_at < math.inf else None
 
     def holds_for(self, message: EngineCoreRequest) -> list[Hold]:
         self._refuse_arriving()
@@ -149,6 +158,7 @@ class TransferTier(CoreFeature):
         self._refuse_arriving()
         self._end_jobs()
         self._jobs.start_due()
+        self._count_leases()
         self._release_pulled()
         return list(self._pop_offered())
 
@@ -334,6 +344,7 @@ class TransferTier(CoreFeature):
             (place for place, key in enumerate(offer.keys) if key not in offer.kept), len(offer.keys)
         )
         self._stats.num_offers += 1
+        self._count_at = self._clock()
         self._stats.num_offered += len(offer.kept)
         self._stats.num_unoffered += len(offer.keys) - len(offer.kept)
         offer.last.kv_offer = KVOffer(
@@ -366,6 +377,17 @@ class TransferTier(CoreFeature):
         self._jobs.forget(keys)
         if self._info.port:
             self._executor.move_rows("remove", [(key, 0) for key in keys], OFFERS)
+
+    def _count_leases(self) -> None:
+        """Count the leases now and then, as long as there are any: other engines end them."""
+        now = self._clock()
+        if self._count is not None and self._count.done():
+            leases, self._count = self._count.result().leases or LeaseStats(), None
+            self._stats.num_leases, self._stats.oldest_lease_s = leases.num_leases, leases.oldest_s
+            self._count_at = now + LEASES_S if leases.num_leases else math.inf
+        elif self._count is None and self._count_at <= now:
+            self._count_at = math.inf
+            self._count = self._executor.move_rows("list", [], OFFERS)
 
     # Jobs and health
 

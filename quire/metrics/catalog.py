@@ -244,6 +244,8 @@ METRICS = (
         "counter", "kv_transfer_failed_pulls", "Of these, computed in part or whole after all.", vllm=None
     ),
     MetricInfo("counter", "kv_transfer_pulled_blocks", "Blocks loaded from a peer.", vllm=None),
+    MetricInfo("gauge", "kv_transfer_leases", "Leases under which blocks are kept for peers.", vllm=None),
+    MetricInfo("gauge", "kv_transfer_oldest_lease_seconds", "Age of the oldest of them.", vllm=None),
     MetricInfo(
         "gauge", "encoder_cache_usage_perc", "Fraction of --encoder-cache-gb in use, 1 is all.", vllm=None
     ),

@@ -247,6 +247,7 @@ class TransferStats(msgspec.Struct, omit_defaults=True):
         num_offered, num_unoffered: blocks of these that were kept, and those that were not.
         num_pulls: requests that were to be pulled; of them `num_failed_pulls` came in part or not at all.
         num_pulled: blocks that were loaded.
+        num_leases, oldest_lease_s: leases that are held for other engines, and the age of the oldest in seconds.
     """
 
     num_offers: int = 0
@@ -255,6 +256,8 @@ class TransferStats(msgspec.Struct, omit_defaults=True):
     num_pulls: int = 0
     num_failed_pulls: int = 0
     num_pulled: int = 0
+    num_leases: int = 0
+    oldest_lease_s: float = 0.0
 
 
 class StoreStats(msgspec.Struct, omit_defaults=True):
