@@ -3,7 +3,7 @@
 
 A new request is held while blocks that extend its cached prefix are loaded into the host tier, from which it then takes
 them like any other hit. Blocks that a step has completed are copied to the host tier by the next plan and saved from
-there. So the planner knows nothing of a store.
+there. A preempted request is held in the same way before it is resumed. So the planner knows nothing of a store.
 
 Invariants: a held request is released within a bounded time, whatever the store does. A load that failed, in whole or
 in part, is a shorter hit. Nothing here waits for the store but `settle`, which does so for a bounded time and lets go
@@ -68,6 +68,7 @@ class Waiting:
     lookup: Future[RowResult] | None
     until: float
     jobs: set[Job] = field(default_factory=set)
+    is_resumed: bool = False
 
 
 class StoreTier(CoreFeature):
@@ -86,6 +87,7 @@ class StoreTier(CoreFeature):
             None  # being looked up before a save
         )
         self._ranges: OrderedDict[str, tuple[int, int]] = OrderedDict()  # request -> tokens loaded for it
+        self._tried: OrderedDict[str, int] = OrderedDict()  # preempted request -> its preemptions
         self._num_holds = 0
         self._detail = DETAILS.get(self._info.medium, OTHER_DETAIL)
         self._announces = config.kv_events.enabled and not config.kv_store.is_peer
@@ -121,13 +123,16 @@ class StoreTier(CoreFeature):
             return
         if self._info.is_writable:
             self._executor.move_rows("touch", [(key, 0) for key in keys])
+        self._look_up(request_id, keys, is_resumed=False)
+
+    def _look_up(self, request_id: str, keys: list[BlockHash], *, is_resumed: bool) -> None:
+        """Hold a waiting request while blocks of it that are not cached are looked for in the store, and loaded."""
         if all(map(self._scheduler.is_cached, keys)):
             return
         self._num_holds += 1
         lookup = self._executor.move_rows("find", [(key, 0) for key in keys])
-        waiting = Waiting(
-            request_id, f"stored prefix {self._num_holds}", keys, lookup, self._clock() + LEAST_WAIT_S
-        )
+        hold, until = f"stored prefix {self._num_holds}", self._clock() + LEAST_WAIT_S
+        waiting = Waiting(request_id, hold, keys, lookup, until, is_resumed=is_resumed)
         if self._is_held(waiting):
             self._scheduler.hold(request_id, Hold(waiting.hold, Cause.NOT_READY, self._detail), self._clock())
             self._waiting.append(waiting)
@@ -137,6 +142,7 @@ class StoreTier(CoreFeature):
         self._end_jobs()
         self._jobs.start_due()
         self._release_ready()
+        self._reload_preempted()
         self._plan_saves()
         return []
 
@@ -202,9 +208,23 @@ class StoreTier(CoreFeature):
             self._jobs.add(job)
             waiting.jobs.add(job)
         waiting.until = self._clock() + min(max(computing_s, LEAST_WAIT_S), MOST_WAIT_S)
+        if waiting.is_resumed:
+            self._stats.num_reloads += 1
+            return
         self._ranges[waiting.request_id] = (load.start, load.end)
         if len(self._ranges) > MOST_REMEMBERED:
             self._ranges.popitem(last=False)
+
+    def _reload_preempted(self) -> None:
+        """Before the next preempted request is resumed, load what the caches have lost of it meanwhile; tried once."""
+        found = None if self._is_resting else self._scheduler.next_resumed()
+        if found is None or self._tried.get(found[0]) == found[1]:
+            return
+        self._tried[found[0]] = found[1]
+        self._tried.move_to_end(found[0])
+        if len(self._tried) > MOST_REMEMBERED:
+            self._tried.popitem(last=False)
+        self._look_up(found[0], self._scheduler.storable_keys(found[0]), is_resumed=True)
 
     def _release_ready(self) -> None:
         """Release requests whose blocks are here, or which have waited long enough."""

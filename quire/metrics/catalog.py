@@ -234,6 +234,9 @@ METRICS = (
     MetricInfo("counter", "kv_store_corrupt_blocks", "Stored blocks that were damaged.", vllm=None),
     MetricInfo("counter", "kv_store_evicted_blocks", "Blocks evicted from the store.", vllm=None),
     MetricInfo("counter", "kv_store_timeouts", "Requests that stopped waiting for the store.", vllm=None),
+    MetricInfo(
+        "counter", "kv_store_reloads", "Preempted requests that loaded their prefix again.", vllm=None
+    ),
     MetricInfo("counter", "kv_transfer_offers", "Requests whose blocks were offered to a peer.", vllm=None),
     MetricInfo("counter", "kv_transfer_offered_blocks", "Blocks that were kept for a peer.", vllm=None),
     MetricInfo(

@@ -53,6 +53,7 @@ STORE_TOTALS = {
     "kv_store_corrupt_blocks": "num_corrupt",
     "kv_store_evicted_blocks": "num_evicted",
     "kv_store_timeouts": "num_timeouts",
+    "kv_store_reloads": "num_reloads",
 }  # Metric -> field of StoreStats.
 ENCODER_USAGE = "encoder_cache_usage_perc"
 ENCODER_TOTALS = {

@@ -270,6 +270,7 @@ class StoreStats(msgspec.Struct, omit_defaults=True):
         num_timeouts: requests that did not wait for it any longer.
         num_rests: times at which it was left alone for a while; `is_resting`: it is so now.
         num_rows, num_bytes: what it has now.
+        num_reloads: preempted requests that loaded their prefix again.
     """
 
     medium: str = ""
@@ -285,6 +286,7 @@ class StoreStats(msgspec.Struct, omit_defaults=True):
     num_bytes: int = 0
     num_corrupt: int = 0
     num_evicted: int = 0
+    num_reloads: int = 0
 
 
 class EncoderStats(msgspec.Struct, omit_defaults=True):
