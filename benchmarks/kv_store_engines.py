@@ -99,7 +99,9 @@ def restart(bench: Bench) -> None:
     )
 
 
-def paired(bench: Bench, run: Callable[[LLMEngine], float], num_rounds: int, **changes: Any) -> list[tuple[float, float]]:
+def paired(
+    bench: Bench, run: Callable[[LLMEngine], float], num_rounds: int, **changes: Any
+) -> list[tuple[float, float]]:
     """Return (with a store, without) of alternating rounds on two engines."""
     plain, storing = bench.engine(stores=False, **changes), bench.engine(stores=True, **changes)
     run(plain), run(storing)
@@ -122,7 +124,13 @@ def step(bench: Bench) -> None:
         return statistics.median(steps)
 
     pairs = paired(
-        bench, run, bench.given.num_rounds, model=model, max_model_len=1024, cpu_threads=1, num_scheduler_steps=1
+        bench,
+        run,
+        bench.given.num_rounds,
+        model=model,
+        max_model_len=1024,
+        cpu_threads=1,
+        num_scheduler_steps=1,
     )
     with_store, without = (statistics.median(column) for column in zip(*pairs, strict=True))
     print(

@@ -55,7 +55,7 @@ class LoRARequest(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forbid_un
 
     @property
     def cache_key(self) -> str:
-        """Part of the names of cached blocks: as `key`, but by content if that is known, so that it outlives the engine."""
+        """Identifier in the names of cached blocks: by content, which outlives the engine, if that is known."""
         return f"{_BY_CONTENT}{self.content}:{self.lora_name}" if self.content else self.key
 
 

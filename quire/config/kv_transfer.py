@@ -54,7 +54,7 @@ class KVTransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         kv_port: its port; each rank has the next one.
         kv_buffer_size: most bytes of offered blocks on a rank.
         kv_connector_extra_config: see `KVTransferExtra`, and keys of plug-ins.
-        kv_load_failure_policy: "recompute": what a pull does not bring is computed; "fail": the request ends in an error.
+        kv_load_failure_policy: what becomes of a request whose pull failed: "recompute", or "fail" with an error.
         kv_buffer_device, kv_rank, kv_parallel_size, enable_permute_local_kv: accepted, without meaning here.
         kv_connector_module_path: refused; connectors are plug-ins of installed packages.
     """

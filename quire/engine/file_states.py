@@ -104,7 +104,7 @@ class AdapterContents:
         )
 
     def completed(self, request: LoRARequest | None) -> LoRARequest | None:
-        """Return an adapter with its content; its files are read once. Unreadable ones are left to the worker to refuse."""
+        """Return an adapter with its content; its files are read once. Unreadable ones are the worker's to refuse."""
         if request is None or not self._are_wanted or request.content:
             return request
         place = request.key, request.lora_path

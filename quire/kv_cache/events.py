@@ -2,7 +2,8 @@
 """KV events: changes of the prefix cache as data for subscribers.
 
 Invariant: applying all events in order to an empty set of (medium, group, block hash) yields exactly the
-blocks that a request can find, on the engine's own tiers and in its directory (`quire.kv_store`). Fields have vLLM's order, so that its subscribers can decode them.
+blocks that a request can find, on the engine's own tiers and in its directory (`quire.kv_store`). Fields have
+vLLM's order, so that its subscribers can decode them.
 
 A medium is a tier. The host tier reports as the device does, with its own medium and without the tokens. Content that
 is evicted to the host is stored there and then removed from the device. Content that comes back is stored on the

@@ -449,9 +449,7 @@ class KVCacheManager:
         if self._events is not None:
             self._events.describe(request)
 
-    def note_outside(
-        self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], medium: str
-    ) -> None:
+    def note_outside(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], medium: str) -> None:
         """Report blocks that a store outside the engine has lost, and those that it has."""
         if self._events is not None:
             self._events.removed_outside(removed, medium)

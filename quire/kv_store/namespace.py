@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig
-from quire.engine.packed_weights import user_cache
 from quire.kernels.cpu import library
 from quire.kv_cache.spec import KVCacheConfig
 from quire.kv_store.row_store import Namespace
 from quire.layers.shard import Shard
+from quire.models.bounded_directory import user_cache
 from quire.models.file_digests import FileDigests
 from quire.models.stages import Stage
 from quire.models.weight_files import weight_files

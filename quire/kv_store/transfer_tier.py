@@ -6,8 +6,8 @@ its connector, under a lease. The request's last update waits for the copies and
 decodes holds a request while its blocks are pulled into the host tier, from which the request takes them like any hit.
 
 Invariant: a held request is released, and a withheld update sent, within a bounded time, whatever the other engine
-does. A pull that failed, in whole or in part, is a shorter hit, or ends the request (`kv_load_failure_policy`). Each lease is ended once by whoever pulls, or ends by
-itself.
+does. A pull that failed, in whole or in part, is a shorter hit, or ends the request (`kv_load_failure_policy`). Each
+lease is ended once by whoever pulls, or ends by itself.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from quire.config import ASSETS
 from quire.config.model import LoRAConfig
-from quire.engine.packed_weights import user_cache
 from quire.errors import ModelLoadError
+from quire.models.bounded_directory import user_cache
 from quire.models.file_digests import FileDigests
 from quire.models.fingerprint import files_fingerprint
 from quire.models.json_object import JsonObject, read_json_object
@@ -55,7 +55,7 @@ def adapter_fingerprint(directory: Path) -> str:
 
 
 def adapter_content(directory: Path, settings: LoRAConfig) -> str:
-    """Return a digest over all bytes of an adapter's files and the options that move its bits; empty: files are missing.
+    """Return a digest over an adapter's files and the options that move its bits; empty: files are missing.
 
     Raises:
         OSError: a file cannot be read.

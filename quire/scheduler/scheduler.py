@@ -395,9 +395,7 @@ class Scheduler:
         """Give host blocks back, (block id, has moved), in the order of their sequence; see `HostTransfers.end`."""
         self._kv.transfers.end(moved)
 
-    def note_outside(
-        self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], medium: str
-    ) -> None:
+    def note_outside(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], medium: str) -> None:
         """Report to subscribers blocks that a store outside the engine has lost, and those that it has."""
         self._kv.note_outside(stored, removed, medium)
 

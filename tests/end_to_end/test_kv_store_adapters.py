@@ -55,7 +55,9 @@ def run(model: Path, store: Path | None, asked: list[Asked]) -> tuple[list[Any],
             (output,) = llm.generate([{"prompt_token_ids": PROMPT}], PARAMS, lora_request=adapter)
             (one,) = output.outputs
             assert one.finish_reason == "length", one.stop_reason
-            logprobs = [place[token].logprob for token, place in zip(one.token_ids, one.logprobs or [])]
+            logprobs = [
+                place[token].logprob for token, place in zip(one.token_ids, one.logprobs or [], strict=True)
+            ]
             answers.append((list(one.token_ids), logprobs))
             num_stored.append(output.num_stored_tokens)
     finally:

@@ -76,13 +76,16 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers_of(llm: LLM, turns: list[Turn], transfers: list[Any] | None = None) -> tuple[list[Answer], int]:
-    """Return tokens and their logprobs, and the number of prompt tokens from a store, or cached in any way without one."""
+    """Return tokens and their logprobs, and the number of prompt tokens from a store; without one, of cached ones."""
     prompts: list[Any] = [{"prompt_token_ids": turn.prompt} for turn in turns]
     for prompt, params in zip(prompts, transfers or [], strict=False):
         prompt["kv_transfer_params"] = params
     outputs = llm.generate(prompts, [turn.params for turn in turns])
     answers = [
-        (list(one.token_ids), [place[token].logprob for token, place in zip(one.token_ids, one.logprobs or [])])
+        (
+            list(one.token_ids),
+            [place[token].logprob for token, place in zip(one.token_ids, one.logprobs or [], strict=True)],
+        )
         for one in (output.outputs[0] for output in outputs)
     ]
     has_store = llm.llm_engine.config.kv_store.moves_rows
@@ -159,7 +162,9 @@ def served(name: str, folder: Path) -> Iterator[dict[str, Any]]:
     def on_disk(namespace: Any) -> RowStore:
         return open_disk_store(folder / "served", namespace, 1 << 28, KEY)
 
-    open_store: OpenStore = (lambda namespace: MemoryStore(namespace, memory)) if name == "memory" else on_disk
+    open_store: OpenStore = (
+        (lambda namespace: MemoryStore(namespace, memory)) if name == "memory" else on_disk
+    )
     address = f"unix:{folder}/s" if name == "memory" else "tcp://127.0.0.1:0"
     server = RowServer(address, open_store, None if name == "memory" else KEY)
     server.start()
@@ -203,7 +208,9 @@ def replay_apart(model: Path, options: dict[str, Any], rounds: list[Round]) -> i
         halves = [start(0), start(1)]
         for one in rounds:
             asked = [{"prompt_token_ids": turn.prompt, "kv_transfer_params": ASKED} for turn in one.turns]
-            outputs = halves[0].generate(asked, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+            outputs = halves[0].generate(
+                asked, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+            )
             transfers = [output.kv_transfer_params for output in outputs]
             answers, number = answers_of(halves[1], one.turns, transfers)
             assert answers == one.answers
@@ -226,7 +233,8 @@ def compare(kind: str, name: str, number: int, model: Path, folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [*((kind, "disk") for kind in KINDS), *(("state", name) for name in TIERS if name != "disk")]
+    ("kind", "name"),
+    [*((kind, "disk") for kind in KINDS), *(("state", name) for name in TIERS if name != "disk")],
 )
 def test_a_dozen_conversations_have_the_same_bits(
     kind: str, name: str, tiny_model: Callable[[str], Path], tmp_path: Path

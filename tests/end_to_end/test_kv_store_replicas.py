@@ -37,19 +37,20 @@ async def started(model: Path, store: Path) -> AsyncLLM:
 
 async def ask(engine: AsyncLLM, prompt: list[int], replica: int) -> RequestOutput:
     """Return the last output; it has everything that was generated."""
-    last = None
+    outputs = []
     stream = engine.generate(
         {"prompt_token_ids": prompt}, PARAMS, f"of {replica}", data_parallel_rank=replica
     )
-    async for last in stream:
-        pass
-    assert last is not None
-    return last
+    async for output in stream:
+        outputs.append(output)
+    return outputs[-1]
 
 
 def answer_of(output: RequestOutput) -> Any:
     (one,) = output.outputs
-    return one.token_ids, [place[token].logprob for token, place in zip(one.token_ids, one.logprobs or [])]
+    return one.token_ids, [
+        place[token].logprob for token, place in zip(one.token_ids, one.logprobs or [], strict=True)
+    ]
 
 
 async def ask_until_stored(engine: AsyncLLM, prompt: list[int], replica: int) -> RequestOutput:
@@ -89,7 +90,9 @@ def test_replicas_share_one_directory(tiny_model: Callable[[str], Path], tmp_pat
         ]
         engine.shutdown()
         later = await started(model, store)
-        restarted = [[await ask_until_stored(later, prompt, replica) for replica in (0, 1)] for prompt in PROMPTS]
+        restarted = [
+            [await ask_until_stored(later, prompt, replica) for replica in (0, 1)] for prompt in PROMPTS
+        ]
         later.shutdown()
         for known, *others in zip(computed, again, restarted, strict=True):
             for output in itertools.chain(*others):

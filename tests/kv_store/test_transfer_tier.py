@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from quire.config import EngineConfig
 from quire.engine.messages import AbortRequests, AddRequest, EngineCoreRequest, UtilityCall
-from quire.kv_cache.spec import KVCacheSpec
 from quire.kv_cache.rows import LeaseStats
+from quire.kv_cache.spec import KVCacheSpec
 from quire.kv_store import tier
 from quire.kv_transfer_params import PULL_FAILED, KVOffer, KVTransfer
 from quire.sampling_params import SamplingParams
