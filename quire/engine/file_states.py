@@ -7,27 +7,18 @@ the old size and modification time is detected.
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from msgspec import structs
-
 from quire.config import EngineConfig
-from quire.errors import ModelLoadError, ValidationError
-from quire.lora.peft_config import TEMPLATES_NAME, adapter_content, adapter_fingerprint, directory_of
-from quire.lora_request import LoRARequest
+from quire.errors import ModelLoadError
 from quire.models.checkpoint import resolve_model_dir
+from quire.models.checkpoint_files import MODULES, TEMPLATE_FOLDER
 from quire.models.gguf.model import is_gguf, part_names
-from quire.pooling.models.sentence_transformers import MODULES
-
-logger = logging.getLogger(__name__)
 
 # Path -> size, modification time and status change in ns, inode.
 FileStates = dict[str, tuple[int, int, int, int]]
 SUFFIXES = frozenset({".json", ".jsonl", ".safetensors", ".gguf", ".jinja", ".model", ".txt"})
-MOST_CONTENTS = 1000
 MOST_NAMED = 4  # changed files in one message
 
 
@@ -63,66 +54,6 @@ def check_files(config: EngineConfig) -> None:
             raise ModelLoadError(_changed(names))
 
 
-def adapter_request(name: str, number: int, path: str) -> LoRARequest:
-    """Return the request for an adapter as it is on disk now: with an absolute path and a fingerprint of its files.
-
-    Raises:
-        ValidationError: the path is relative and the working directory was deleted, or the path cannot be read.
-    """
-    try:
-        directory = directory_of(path).absolute()
-        fingerprint = adapter_fingerprint(directory)
-    except FileNotFoundError:
-        raise ValidationError(
-            "lora_path is relative to the server's working directory, which was deleted; give an absolute path",
-            param="lora_path",
-        ) from None
-    except OSError as error:  # a name too long, a directory of another user
-        raise ValidationError(f"lora_path cannot be read: {error.strerror}", param="lora_path") from None
-    return LoRARequest(name, number, str(directory), fingerprint)
-
-
-class AdapterContents:
-    """Adapters of requests, with digests of their contents where cached blocks may outlive the process.
-
-    Invariant: an adapter has one content for as long as it is remembered here; the worker refuses files with another.
-    Safe between threads.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._settings = config.lora
-        self._are_wanted = config.lora.enable_lora and config.kv_store.moves_rows
-        self._contents: OrderedDict[tuple[str, str], str] = OrderedDict()  # (key, path) -> content
-
-    def is_complete(self, request: LoRARequest | None) -> bool:
-        """Return whether `completed` reads no files."""
-        return (
-            request is None
-            or not self._are_wanted
-            or bool(request.content)
-            or (request.key, request.lora_path) in self._contents
-        )
-
-    def completed(self, request: LoRARequest | None) -> LoRARequest | None:
-        """Return an adapter with its content; its files are read once. Unreadable ones are the worker's to refuse."""
-        if request is None or not self._are_wanted or request.content:
-            return request
-        place = request.key, request.lora_path
-        known = self._contents.get(place)
-        if known is None:
-            known = self._contents[place] = self._read(request)
-            while len(self._contents) > MOST_CONTENTS:
-                self._contents.popitem(last=False)
-        return structs.replace(request, content=known)
-
-    def _read(self, request: LoRARequest) -> str:
-        try:
-            return adapter_content(directory_of(request.lora_path), self._settings)
-        except OSError as error:
-            logger.info("adapter %r has no digest: %s", request.lora_name, error.strerror)
-            return ""
-
-
 def _changed(paths: list[str]) -> str:
     named = ", ".join(paths[:MOST_NAMED]) + (
         f" and {len(paths) - MOST_NAMED} more" * (len(paths) > MOST_NAMED)
@@ -138,7 +69,7 @@ def _files(place: Path) -> Iterator[Path]:
     text = modules.read_text(errors="replace") if modules.is_file() else ""
     for path in place.iterdir() if place.is_dir() else ():
         if path.is_dir():
-            if path.name == TEMPLATES_NAME or f'"{path.name}"' in text:
+            if path.name == TEMPLATE_FOLDER or f'"{path.name}"' in text:
                 yield from (inner for inner in path.iterdir() if inner.suffix in SUFFIXES)
         elif path.suffix in SUFFIXES:
             yield path

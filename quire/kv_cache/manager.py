@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
+from quire.adapters import outlives_engine
 from quire.kv_cache.block_pool import DevicePool, KVCacheBlock, PlannedMoves
 from quire.kv_cache.events import KVCacheEvent, KVEventLog
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
@@ -21,7 +22,6 @@ from quire.kv_cache.integrity import IntegrityError, check_integrity
 from quire.kv_cache.single_type_manager import MANAGERS, FindBlock, SingleTypeManager
 from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, SwapCosts
 from quire.kv_cache.transfers import HostTransfers, Transfer
-from quire.lora_request import outlives_engine
 
 __all__ = ["CachedSequence", "IntegrityError", "KVCacheManager", "PlannedMoves", "PrefixHit"]
 

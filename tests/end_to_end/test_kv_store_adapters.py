@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.file_states import AdapterContents
 from quire.kv_store import tier
+from quire.lora.contents import LoRAContents
 from quire.lora_request import LoRARequest
 from tests.fixtures.tiny_models import oracle_of
 from tests.lora.adapters import linear_shapes, write_adapter
@@ -107,7 +107,7 @@ def test_files_changed_before_they_are_loaded_are_refused(
     """One byte in the middle counts: it changes no size, header or end of a file."""
     llm = LLM(str(model), kv_store=str(tmp_path / "rows"), **OPTIONS)
     request = LoRARequest("mine", 1, str(shutil.copytree(adapters[0], tmp_path / "mine")))
-    known = AdapterContents(llm.llm_engine.config).completed(request)
+    known = LoRAContents(llm.llm_engine.config).completed(request)
     assert known is not None
     weights = tmp_path / "mine" / "adapter_model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -122,18 +122,17 @@ def test_files_changed_before_they_are_loaded_are_refused(
 def test_contents_are_read_only_for_a_store(adapters: list[Path], model: Path, tmp_path: Path) -> None:
     request = LoRARequest("mine", 1, str(adapters[0]))
     llm = LLM(str(model), **OPTIONS)
-    contents = AdapterContents(llm.llm_engine.config)
-    assert contents.completed(request) is request
-    assert contents.is_complete(request)
+    assert llm.llm_engine._front_end.completed_adapter(request) is request
+    assert llm.llm_engine._front_end.has_completed(request)
     llm.llm_engine.shutdown()
     llm = LLM(str(model), kv_store=str(tmp_path / "rows"), **OPTIONS)
-    contents = AdapterContents(llm.llm_engine.config)
+    front_end = llm.llm_engine._front_end
     missing = LoRARequest("missing", 2, str(tmp_path / "nowhere"))
-    assert not contents.is_complete(request)
-    completed = contents.completed(request)
+    assert not front_end.has_completed(request)
+    completed = front_end.completed_adapter(request)
     assert completed is not None
-    assert contents.is_complete(request)
+    assert front_end.has_completed(request)
     assert len(completed.content) == 32
-    assert contents.completed(completed) is completed
-    assert contents.completed(missing) == missing, "it has no files, which the worker says"
+    assert front_end.completed_adapter(completed) is completed
+    assert front_end.completed_adapter(missing) == missing, "it has no files, which the worker says"
     llm.llm_engine.shutdown()

@@ -16,7 +16,7 @@ from quire.engine import core as core_module
 from quire.kv_cache.events import DISK, HOST, KVCacheEvent
 from quire.kv_store import tier
 from quire.kv_store.disk.namespaces import Manifest
-from quire.kv_store.disk.segment import Layout
+from quire.kv_store.disk.segment import SegmentLayout
 from quire.kv_store.disk.store import open_disk_store
 from quire.kv_store.row_store import Namespace
 from tests.fixtures.cache_view import CacheView, Known
@@ -110,7 +110,7 @@ def test_evicted_and_damaged_rows_are_reported(
     opened(model, store).llm_engine.shutdown()
     (path,) = store.glob("*/namespace.json")
     row_bytes = msgspec.json.decode(path.read_bytes(), type=Manifest).row_bytes
-    limit = Layout("0" * 32, row_bytes).segment_bytes(40)
+    limit = SegmentLayout("0" * 32, row_bytes).segment_bytes(40)
     llm = opened(model, store, kv_store_gb=limit / 2**30)
     for seed in range(4):
         generate(llm, seed)
