@@ -87,6 +87,9 @@ POOLING_MODEL = "quire.pooling.models.model:PoolingModel"
 ADAPTER_TOKENIZER = "quire.lora.tokenizer:adapter_context"
 """Reader of the tokenizer that an adapter brings (`quire.engine.tokenizer_cache`)."""
 
+ADAPTER_CONTENTS = "quire.lora.contents:LoRAContents"
+"""Digests of adapters' contents (`quire.engine.front_end`)."""
+
 PARKED_WEIGHTS = "quire.sleep.parked_weights:ParkedWeights"
 """Weights kept on the host while their worker sleeps (`quire.worker.worker`)."""
 

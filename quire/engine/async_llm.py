@@ -322,7 +322,7 @@ class AsyncLLM:
             ValidationError: it cannot be used; names the file, the tensor and the limit.
         """
         await self.get_tokenizer_context(lora_request)
-        fields = msgspec.to_builtins(lora_request)
+        fields = msgspec.to_builtins(self._front_end.completed_adapter(lora_request))
         return all(await self._call_each("add_lora", fields))
 
     async def get_tokenizer_context(self, adapter: LoRARequest | None) -> TokenizerContext:
@@ -332,6 +332,8 @@ class AsyncLLM:
             ValidationError: its tokenizer does not fit the model's.
         """
         tokenizers = self.input_processor.tokenizers
+        if not self._front_end.has_completed(adapter):
+            await asyncio.to_thread(self._front_end.completed_adapter, adapter)
         known = tokenizers.known(adapter)
         return await asyncio.to_thread(tokenizers.of, adapter) if known is None else known
 

@@ -171,7 +171,7 @@ class LLMEngine:
             ValidationError: it cannot be used; names the file, the tensor and the limit.
         """
         self.input_processor.tokenizers.of(lora_request)
-        fields = msgspec.to_builtins(lora_request)
+        fields = msgspec.to_builtins(self._front_end.completed_adapter(lora_request))
         return all(self._call_each("add_lora", fields))
 
     def remove_lora(self, lora_id: int) -> bool:
