@@ -20,6 +20,7 @@ SERVER_FEATURES = {
     "responses": "quire.entrypoints.openai.responses.routes:FEATURE",
     "pooling": "quire.pooling.server.feature:FEATURE",
     "ollama": "quire.entrypoints.ollama.routes:FEATURE",
+    "llama_server": "quire.entrypoints.llama_server.routes:FEATURE",
     "anthropic": "quire.entrypoints.anthropic.messages:FEATURE",
     "sleep": "quire.sleep.routes:FEATURE",
     "lora": "quire.lora.server.routes:FEATURE",
