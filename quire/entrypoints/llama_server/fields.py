@@ -52,8 +52,8 @@ def completion_fields(body: GeneratingRequest, tokenizer: Tokenizer, vocab_size:
         fields["max_tokens"] = max(1, limit)  # of 0 the one token is not shown
     if body.n_probs:
         fields["logprobs"] = body.n_probs
-    if body.logit_bias:
-        fields["logit_bias"] = _biases(body, tokenizer, vocab_size)
+    if body.logit_bias is not None and (biases := _biases(body, tokenizer, vocab_size)):
+        fields["logit_bias"] = biases
     return fields
 
 

@@ -57,11 +57,15 @@ BIAS = {
     **any_of({"type": "object", "additionalProperties": _BIAS}, array(_BIASED), {"type": "null"}),
     "x-rule": "biases_by_text",
 }
+LIMIT = {**any_of(enum(-1), {"type": "integer"}, {"type": "null"}), "x-rule": "completion_max_tokens"}
 EXTRA = optional(array(object_of({"text": TEXT}, {"filename": TEXT}), maxItems=MAX_EXTRAS))
 
 
 def _neutral(name: str) -> Any:
-    return WithJsonSchema(enum(*REJECTED[name].neutral, None))
+    """Return the schema of the neutral values; with its type, since pydantic takes 0 and false for one schema."""
+    values = REJECTED[name].neutral
+    numbers = {"type": "integer"} if all(type(value) is int for value in values) else {}
+    return WithJsonSchema(any_of({**numbers, **enum(*values)}, {"type": "null"}))
 
 
 class GeneratingRequest(EngineRequest, SamplerFields):
@@ -73,8 +77,8 @@ class GeneratingRequest(EngineRequest, SamplerFields):
         either(asks_nothing("n_predict"), asks_nothing("max_tokens")),
     )
 
-    n_predict: Annotated[int | None, WithJsonSchema(any_of(enum(-1, None), _IDS))] = None
-    max_tokens: Annotated[int | None, WithJsonSchema(any_of(enum(-1, None), _IDS))] = None
+    n_predict: Annotated[int | None, WithJsonSchema(LIMIT)] = None
+    max_tokens: Annotated[int | None, WithJsonSchema(LIMIT)] = None
     stream: bool = False
     stop: Annotated[
         str | list[str] | None, WithJsonSchema({**optional(any_of(TEXT, array(TEXT))), "x-rule": "stop"})

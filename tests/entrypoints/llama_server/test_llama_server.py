@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""llama-server's routes: whole replies and events, options, prompts, infilling, what the server shows, hostile input."""
+"""llama-server's routes: whole replies and events, options, prompts, infilling, what is shown, hostile input."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def refused(client: httpx.AsyncClient, path: str = PATH, **body: Any) -> s
 @pytest.mark.parametrize("reply", REPLIES)
 async def test_events_join_to_the_whole(client: httpx.AsyncClient, engine: FakeEngine, reply: str) -> None:
     engine.reply = lambda prompt, index: reply
-    body = {"return_tokens": True, "n_probs": 2}
+    body: dict[str, Any] = {"return_tokens": True, "n_probs": 2}
     whole = await ask(client, **body)
     response = await client.post(PATH, json={"prompt": "hi", "stream": True, **body})
     *parts, last = events(response.text)
@@ -97,9 +97,13 @@ async def test_options_reach_the_engine(client: httpx.AsyncClient, engine: FakeE
 
 async def test_a_constraint_reaches_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     await ask(client, grammar='root ::= "yes" | "no"')
-    assert engine.seen[-1][1].structured_outputs.grammar.endswith('start: "yes"\n     | "no"\n\n')
+    constraint = engine.seen[-1][1].structured_outputs
+    assert constraint is not None
+    assert str(constraint.grammar).endswith('start: "yes"\n     | "no"\n\n')
     await ask(client, json_schema={"type": "object"}, grammar="")
-    assert engine.seen[-1][1].structured_outputs.json == {"type": "object"}
+    constraint = engine.seen[-1][1].structured_outputs
+    assert constraint is not None
+    assert constraint.json == '{"type":"object"}'
     assert "grammar" in await refused(client, grammar="x", json_schema={})
     assert "grammar" in await refused(client, grammar="root ::= (")
 
@@ -213,12 +217,9 @@ async def test_infill_needs_a_model_for_it(client: httpx.AsyncClient) -> None:
 def test_other_files_are_marked_as_in_training(marks: tuple[str, str]) -> None:
     middle = [f"<|fim_{name}|>" for name in ("prefix", "suffix", "middle")]
     tokenizer = tokenizer_with(*middle, *marks)
-    body = InfillRequest(
-        input_prefix="p",
-        input_suffix="s",
-        prompt="m",
-        input_extra=[{"filename": "a.py", "text": f"A{marks[0]}"}],
-    )
+    extra = [{"filename": "a.py", "text": f"A{marks[0]}"}]
+    fields = {"input_prefix": "p", "input_suffix": "s", "prompt": "m", "input_extra": extra}
+    body = InfillRequest.model_validate(fields)
     ids = infill_prompt(body, FillIn(tokenizer), tokenizer)
     repository, separator = marks
     expected = (
@@ -226,7 +227,9 @@ def test_other_files_are_marked_as_in_training(marks: tuple[str, str]) -> None:
         f"{middle[0]}p{middle[1]}s{middle[2]}m"
     )
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
-    assert ids.count(tokenizer.id_of(repository)) == 1, "what a file spells out is no mark"
+    assert [tokenizer.id_of(repository)] == [
+        token for token in ids if token == tokenizer.id_of(repository)
+    ], "what a file spells out is no mark"
 
 
 async def test_props_show_the_served_model(client: httpx.AsyncClient, engine: FakeEngine) -> None:
