@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 
 import click
 
@@ -14,7 +13,6 @@ from quire.errors import ConfigError
 CACHE = click.option("--download-dir", help="Cache directory for Hugging Face models.  [default: HF_HOME's]")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 GB = 1e9
-_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w./-]+)?")
 
 
 @click.command()
@@ -26,10 +24,10 @@ def pull(model: str, revision: str | None, download_dir: str | None) -> None:
 
     Bars show the progress on a terminal. A download that was interrupted goes on where it stopped.
     """
-    from quire.model_cache.cache import size_of_tree
+    from quire.model_cache.cache import is_hub_id, size_of_tree
     from quire.models.checkpoint import resolve_model_dir
 
-    if not _ID.fullmatch(model):
+    if not is_hub_id(model):
         raise ConfigError(
             f"{model!r} cannot be fetched; name a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct"
         )

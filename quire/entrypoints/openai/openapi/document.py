@@ -78,6 +78,7 @@ class Status:
 STATUSES = {
     400: Status("A field has a value that cannot be honoured, or the body or its form is wrong."),
     401: Status("The key is missing or wrong.", ("www-authenticate",)),
+    403: Status("The operator does not allow this."),
     404: Status("The server does not know what is named."),
     408: Status("The request did not come in in time (--read-timeout)."),
     409: Status("Not while the server is in this state; nothing was done."),
