@@ -12,6 +12,7 @@ CORE_FEATURES = {
     "kv_store": "quire.kv_store.tier:StoreTier",
     "kv_transfer": "quire.kv_store.transfer_tier:TransferTier",
     "console": "quire.console.recorder:ConsoleRecorder",
+    "profiling": "quire.profiling.feature:StepProfiler",
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
 
@@ -25,6 +26,7 @@ SERVER_FEATURES = {
     "sleep": "quire.sleep.routes:FEATURE",
     "lora": "quire.lora.server.routes:FEATURE",
     "console": "quire.console.routes:FEATURE",
+    "profiling": "quire.profiling.routes:FEATURE",
 }
 """Feature -> `quire.entrypoints.openai.families:ServerFeature`, in the order of the OpenAPI document."""
 
