@@ -25,7 +25,7 @@ class StepProfiler(CoreFeature):
     def __init__(self, config: EngineConfig, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
         super().__init__(config, executor, scheduler, clock)
         self._settings = config.observability.profiler
-        self._core = 0 if config.share is None else config.share.index
+        self._core_index = 0 if config.share is None else config.share.index
         self._running: Profiler | None = None
         self._num_steps = 0
         self._num_profiles = 0
@@ -65,7 +65,7 @@ class StepProfiler(CoreFeature):
         written: list[str] = []
 
         def write() -> None:
-            path = path_for(self._settings, self._core, self._num_profiles, profiler.suffix)
+            path = path_for(self._settings, self._core_index, self._num_profiles, profiler.suffix)
             profiler.stop(path)
             written.append(str(path))
 

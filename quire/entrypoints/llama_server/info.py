@@ -32,10 +32,9 @@ from quire.entrypoints.openai.sampling import MODEL_DEFAULTS
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.tenant import READ_HEADERS, admin_router
 from quire.errors import UnavailableError, ValidationError
-from quire.pooling.inputs import TextOptions
 from quire.pooling.server.protocol import MAX_INPUTS, beside_numbers, encoded
-from quire.pooling.server.run import Job, embed_each, renamed_param
-from quire.pooling_params import EMBED, PoolingParams
+from quire.pooling.server.run import PoolingJob, embed_each, renamed_param
+from quire.pooling_params import EMBED, PoolingParams, TextOptions
 from quire.sampling_params import SamplingParams
 
 router = APIRouter()
@@ -135,7 +134,7 @@ async def embedding(request: Request) -> Response:
             param="embd_normalize",
         )
     inputs = split_prompts(body.content, "content", MAX_INPUTS)
-    job = Job.of(request, body, "embd-")
+    job = PoolingJob.of(request, body, "embd-")
     params = PoolingParams(
         task=EMBED, use_activation=None if normalizes is None else normalizes == NORMALIZED
     )

@@ -16,7 +16,6 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.beam_search.routes import beam_search_params
 from quire.engine.queue_limits import QueueReservation
 from quire.entrypoints.openai.errors import own_id_of
 from quire.entrypoints.openai.generation import (
@@ -40,6 +39,7 @@ from quire.entrypoints.openai.sampling import (
     completion_params,
     is_ranked,
     note_max_tokens,
+    search_params,
 )
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.streaming import frame, respond
@@ -103,7 +103,7 @@ class CompletionAnswer:
         defaults, detokenize = engine.input_processor.default_sampling_params, engine.tokenizer is not None
         if request.suffix and (ends := self._form.fill_in.end_ids):
             request.stop_token_ids = [*(request.stop_token_ids or ()), *ends]
-        params = beam_search_params(request, 0) or completion_params(
+        params = search_params(request, 0) or completion_params(
             request, defaults, detokenize=detokenize, default_max_tokens=self._default_max_tokens
         )
         self.params = params
