@@ -48,7 +48,7 @@ def settings_of(params: SamplingParams) -> dict[str, Any]:
 
 
 @dataclass
-class _Progress:
+class AnswerProgress:
     """Counts of one prompt's answer so far."""
 
     num_tokens: int = 0
@@ -66,7 +66,7 @@ class LlamaAnswer:
         self._body = body
         self._inner = inner
         self._is_silent = is_silent
-        self._progress: dict[int, _Progress] = {}
+        self._progress: dict[int, AnswerProgress] = {}
 
     @property
     def num_sequences(self) -> int:
@@ -110,7 +110,7 @@ class LlamaAnswer:
         if self._is_silent:
             reason = completion.finish_reason and "length"
             completion = CompletionOutput(0, "", [], logprobs=[], finish_reason=reason)
-        progress = self._progress.setdefault(index, _Progress())
+        progress = self._progress.setdefault(index, AnswerProgress())
         progress.num_tokens += len(completion.token_ids)
         progress.has_new_line |= "\n" in completion.text
         progress.meter.add_prompt(index, output)

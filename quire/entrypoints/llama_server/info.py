@@ -19,7 +19,7 @@ from quire.entrypoints.llama_server.protocol import (
     LlamaEmbedding,
     ModelModalities,
     Properties,
-    Slot,
+    ServerSlot,
     TemplateRequest,
 )
 from quire.entrypoints.openai.chat_prompt import rendered_chat
@@ -78,7 +78,7 @@ def _default_params(server: ServerState) -> dict[str, object]:
 
 
 @controls.get("/slots")
-@describe(Operation(reply=list[Slot], query=SLOTS_QUERY))
+@describe(Operation(reply=list[ServerSlot], query=SLOTS_QUERY))
 async def slots(request: Request) -> Response:
     """Show the sequences in flight as slots, and free ones up to --max-num-seqs.
 
@@ -97,9 +97,9 @@ async def slots(request: Request) -> Response:
     return json_response([_slot(server, index, one) for index, one in enumerate([*sequences, *free])])
 
 
-def _slot(server: ServerState, index: int, sequence: ShownSequence | None) -> Slot:
+def _slot(server: ServerState, index: int, sequence: ShownSequence | None) -> ServerSlot:
     config = server.engine.config
-    return Slot(
+    return ServerSlot(
         id=index,
         id_task=-1 if sequence is None else index,
         n_ctx=config.model.max_model_len,

@@ -241,7 +241,7 @@ class Properties(msgspec.Struct, kw_only=True):
     is_sleeping: bool
 
 
-class Slot(msgspec.Struct, kw_only=True):
+class ServerSlot(msgspec.Struct, kw_only=True):
     """One sequence in flight as a slot, or a free place; prompts are not shown."""
 
     id: int
