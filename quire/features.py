@@ -22,6 +22,7 @@ CORE_FEATURES = {
     "console": "quire.console.recorder:ConsoleRecorder",
     "routing": "quire.routing.cache_deltas:CacheDeltas",
     "sleep": "quire.sleep.sleeper:Sleeper",
+    "profiling": "quire.profiling.feature:StepProfiler",
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
 
@@ -53,10 +54,12 @@ SERVER_FEATURES = {
     "responses": "quire.entrypoints.openai.responses.routes:FEATURE",
     "pooling": "quire.pooling.server.feature:FEATURE",
     "ollama": "quire.entrypoints.ollama.routes:FEATURE",
+    "llama_server": "quire.entrypoints.llama_server.routes:FEATURE",
     "anthropic": "quire.entrypoints.anthropic.messages:FEATURE",
     "sleep": "quire.sleep.routes:FEATURE",
     "lora": "quire.lora.server.routes:FEATURE",
     "console": "quire.console.routes:FEATURE",
+    "profiling": "quire.profiling.routes:FEATURE",
 }
 """Feature -> `quire.entrypoints.openai.families:ServerFeature`, in the order of the OpenAPI document."""
 
