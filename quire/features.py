@@ -78,8 +78,11 @@ MEDIA_ENCODER = "quire.multimodal.worker.encoders:open_encoder"
 PROMPT_EMBEDS = "quire.multimodal.prompt_embeds:PromptEmbeds"
 """Reader of prompts that are embeddings (`quire.engine.input_processor`)."""
 
-ENCODER_PROMPTS = "quire.seq2seq.prompts:EncoderPrompts"
-"""Reader of prompts of models whose encoder reads text (`quire.engine.input_processor`)."""
+ENCODER_PROMPTS = "quire.seq2seq.image_prompts:prompts_of"
+"""Reader of prompts of models whose encoder reads text or images (`quire.engine.input_processor`)."""
+
+PIECE_TOKENIZER = "quire.seq2seq.tokenizer:read_pieces"
+"""Reader of tokenizers that are SentencePiece models beside a vocabulary (`quire.engine.tokenizer`)."""
 
 ROW_MOVER = "quire.kv_store.mover:open_row_mover"
 """Factory of what moves rows between a worker's host blocks and a store (`quire.worker.worker`)."""

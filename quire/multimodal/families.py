@@ -106,6 +106,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "T5ForConditionalGeneration": _T5,
     "UMT5ForConditionalGeneration": _T5,
+    "VisionEncoderDecoderModel": Family(
+        f"{_PROCESSORS}.whole:WholeImageProcessor",
+        f"{_TOWERS}.vit:EncoderTower",
+        images="none: it fills positions before the decoder's prompt",
+    ),
     "WhisperForConditionalGeneration": Family(
         "quire.multimodal.towers.whisper:Spectrograms", f"{_TOWERS}.whisper:WhisperTower"
     ),

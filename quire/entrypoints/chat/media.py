@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
+from quire.config.arch import encoder_positions
 from quire.entrypoints.chat.messages import MediaTexts
 from quire.entrypoints.chat.template import RenderedChat
 from quire.errors import ModelLoadError, UnsupportedModelError, ValidationError
@@ -36,6 +37,14 @@ NO_PILLOW = "images need Pillow on the server: pip install 'quire-llm[vision]'"
 PLURALS = {"image": "images", "video": "videos"}
 """Kind of media -> its other name in `multi_modal_data`; in the order of a prompt's markers (`MediaTexts.markers`)."""
 OPTIONS = "mm_processor_kwargs"
+IMAGE_TEMPLATE = (
+    "{%- if messages|length != 1 -%}{{ raise_exception('the model reads one image and no conversation: send one "
+    "message of the user') }}{%- endif -%}"
+    "{%- for part in messages[0].content -%}{% if part.type == 'image' %}MARKER{% else %}{{ part.text }}{% endif %}"
+    "{%- endfor -%}"
+)
+"""Template of a model whose encoder reads an image: the text, which begins the decoder."""
+ENCODER_PROMPT = "encoder_prompt"
 PROMPT_FIELDS = ("multi_modal_data", OPTIONS, "multi_modal_uuids")
 
 
@@ -114,8 +123,9 @@ class MediaGate:
         """Texts of the model's media; None if it takes none."""
         if self._door is None:
             return None
-        tokens = self._door.tokens
-        return MediaTexts(tokens.marker, tokens.literals, tokens.video_marker)
+        tokens, has_encoder = self._door.tokens, bool(self._door.processor.num_encoded)
+        template = IMAGE_TEMPLATE.replace("MARKER", tokens.marker) if has_encoder else ""
+        return MediaTexts(tokens.marker, tokens.literals, tokens.video_marker, template)
 
     @property
     def input_modalities(self) -> list[str]:
@@ -171,9 +181,26 @@ class MediaGate:
         """
         if admitted is None or self._door is None:
             return EncodedChat(chat.encode(tokenizer))
+        if self._door.processor.num_encoded:
+            text = chat.with_media([""] * len(chat.media_kinds())).text
+            return self._before_decoder(tokenizer.encode(text, add_special_tokens=False), admitted)
         items = _in_order(chat.media_kinds(), admitted.items)
         texts = [item.layout.text for item in items]
         return self._expanded(chat.with_media(texts).encode(tokenizer), tokenizer, items, admitted)
+
+    def _before_decoder(self, token_ids: list[int], admitted: AdmittedMedia) -> EncodedChat:
+        """Return the decoder's prompt with the image that its encoder reads.
+
+        Raises:
+            ValidationError: there is no image, or more than one.
+        """
+        if len(admitted.items) != 1:
+            raise ValidationError(
+                f"the model reads one image per prompt, got {len(admitted.items)}", param="messages"
+            )
+        (item,), rows = admitted.items, self._required("prompt").processor.num_encoded
+        place = MediaItem(item.digest, item.kind, 0, encoder_positions(rows), [(0, rows)], item.path)
+        return EncodedChat(token_ids, [place], admitted)
 
     def _expanded(
         self, token_ids: list[int], tokenizer: Tokenizer, items: list[PreparedItem], admitted: AdmittedMedia
@@ -195,6 +222,10 @@ class MediaGate:
         admitted = await door.admit(parts, prompt.get(OPTIONS))
         markers = self.texts.markers if self.texts is not None else ()
         ids = prompt.get("prompt_token_ids")
+        if door.processor.num_encoded:
+            given = str(prompt.get("prompt") or "")
+            ids = tokenizer.encode(given, add_special_tokens=False) if ids is None else list(ids)
+            return self._before_decoder(ids, admitted)
         if ids is None:
             pieces = re.split(f"({'|'.join(map(re.escape, markers))})", str(prompt.get("prompt", "")))
             items = _checked_order([markers.index(each) for each in pieces[1::2]], markers, admitted)

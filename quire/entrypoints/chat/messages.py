@@ -126,6 +126,8 @@ class MediaTexts:
     marker: str
     literals: tuple[str, ...]
     video_marker: str = ""
+    template: str = ""
+    """Chat template of a model whose tokenizer has none; empty: it needs the operator's."""
 
     @property
     def markers(self) -> tuple[str, ...]:

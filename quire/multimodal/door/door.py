@@ -370,7 +370,7 @@ class MediaDoor:
             options,
             totals.left_for(content.kind),
             content.size,
-            self._config.arch.hidden_size,
+            self._config.arch.media_size,
             content.facts.fps,
             content.facts.num_frames,
             content.facts.chosen,

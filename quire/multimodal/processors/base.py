@@ -77,6 +77,8 @@ class Processor(abc.ABC):
     """
 
     videos: VideoProcessor | None = None
+    num_encoded: int = 0
+    """Rows of the encoder's output that cross-attention reads of an image; 0: an image has placeholders."""
 
     marker: str
     placeholder: str
