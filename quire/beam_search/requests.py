@@ -41,7 +41,7 @@ class Beam(NamedTuple):
     parent: int = 0  # Index of the last step's live beam that it continues.
 
 
-class Finished(NamedTuple):
+class FinishedBeam(NamedTuple):
     beam: Beam
     score: float
     reason: str  # Either "stop" or "length".
@@ -107,7 +107,7 @@ class BeamSearch:
         self._rules = TokenRules(params, frozenset(eos_token_ids))
         self._num_wanted = max(2, 1 + len(self._eos)) * params.beam_width
         self.live = [Beam([], 0.0, [])]
-        self.finished: list[Finished] = []
+        self.finished: list[FinishedBeam] = []
         self.is_done = False
 
     @property
@@ -135,11 +135,11 @@ class BeamSearch:
             return
         self.live = [self._grown(candidate, entries) for candidate in open_ones]
 
-    def best(self, reason: str | None = None) -> list[Finished]:
+    def best(self, reason: str | None = None) -> list[FinishedBeam]:
         """Return the best sequences, best first; a reason also ends the live ones."""
         found = list(self.finished)
         if reason is not None and not self.is_done:
-            found += [Finished(beam, self._score(beam), reason) for beam in self.live]
+            found += [FinishedBeam(beam, self._score(beam), reason) for beam in self.live]
             found.sort(key=lambda one: -one.score)
         return found[: self.params.beam_width]
 
@@ -174,7 +174,7 @@ class BeamSearch:
         """Rank newly ended beams together with the earlier ones."""
         for beam in beams:
             reason = "stop" if beam.token_ids[-1] in self._eos else "length"
-            self.finished.append(Finished(beam, self._score(beam), reason))
+            self.finished.append(FinishedBeam(beam, self._score(beam), reason))
         self.finished.sort(key=lambda one: -one.score)
         del self.finished[self.params.beam_width :]
 
@@ -394,7 +394,7 @@ class _Search:
             metrics=self._stats,
         )
 
-    def _completion(self, index: int, one: Finished) -> CompletionOutput:
+    def _completion(self, index: int, one: FinishedBeam) -> CompletionOutput:
         tokens = one.beam.token_ids
         silent = one.reason == "stop" and not self._params.include_stop_str_in_output
         text, positions = self._decoded(tokens, one.beam.positions, len(tokens) - silent)
@@ -440,7 +440,7 @@ class _Search:
         mine.num_generation_tokens += count
         stats.num_generation_tokens += count
 
-    def _finished_stats(self, index: int, one: Finished, now: float) -> FinishedRequestStats:
+    def _finished_stats(self, index: int, one: FinishedBeam, now: float) -> FinishedRequestStats:
         times = self._stats
         started, first = times.scheduled_ts or now, times.first_token_ts or now
         return FinishedRequestStats(

@@ -50,7 +50,7 @@ from quire.engine.messages import (
 )
 from quire.errors import EngineDeadError, StartupError
 from quire.processes import exit_reason, start_python
-from quire.supervision.progress import Heartbeat, Progress, cpu_seconds_with_children
+from quire.supervision.progress import Heartbeat, ProgressFile, cpu_seconds_with_children
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -173,7 +173,7 @@ class RemoteClient(CoreClient):
             raise
 
     @abstractmethod
-    def _open_progress(self, config: EngineConfig) -> Progress:
+    def _open_progress(self, config: EngineConfig) -> ProgressFile:
         """Open the progress file or its equivalent."""
 
     @abstractmethod
@@ -333,8 +333,8 @@ class AttachedClient(RemoteClient):
             self._closed.set()
             self._release()
 
-    def _open_progress(self, config: EngineConfig) -> Progress:
-        return Progress(self._directory / PROGRESS)
+    def _open_progress(self, config: EngineConfig) -> ProgressFile:
+        return ProgressFile(self._directory / PROGRESS)
 
     def _connect_core(self, config: EngineConfig) -> int:
         self.send(Attach(self._front_end))
@@ -462,8 +462,8 @@ class ProcessClient(RemoteClient):
             self.process.wait()
         self._release()
 
-    def _open_progress(self, config: EngineConfig) -> Progress:
-        return Progress.create(self._directory / PROGRESS, config.scheduler.max_num_seqs)
+    def _open_progress(self, config: EngineConfig) -> ProgressFile:
+        return ProgressFile.create(self._directory / PROGRESS, config.scheduler.max_num_seqs)
 
     def _connect_core(self, config: EngineConfig) -> int:
         self.process = self._start_core(config)

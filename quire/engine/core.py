@@ -48,7 +48,7 @@ from quire.routing.counters import CacheDeltaBuffer
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import resolve_scheduler
-from quire.supervision.progress import Progress, with_progress
+from quire.supervision.progress import ProgressFile, with_progress
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         clock: Clock = time.monotonic,
-        progress: Progress | None = None,
+        progress: ProgressFile | None = None,
         lockstep: Lockstep | None = None,
     ) -> None:
         started = clock()

@@ -49,7 +49,7 @@ from quire.errors import EngineError, StartupError
 from quire.logging_setup import configure_logging
 from quire.processes import freeze_garbage
 from quire.scheduler.output import RequestUpdate, SchedulerStats
-from quire.supervision.progress import Progress
+from quire.supervision.progress import ProgressFile
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class CoreService:
         self._lockstep = self._join_replicas(context)
         self._gone: set[int] = set()
         self._decoder = msgspec.msgpack.Decoder(CoreRequest)
-        self._progress = Progress(directory / PROGRESS)
+        self._progress = ProgressFile(directory / PROGRESS)
         configure_logging(self._config.observability.log_level, self._config.observability.log_format)
 
     def _join_replicas(self, context: zmq.Context[zmq.Socket[bytes]]) -> Lockstep | None:

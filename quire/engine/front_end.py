@@ -147,7 +147,7 @@ class CoreIds:
 
 
 @dataclass(frozen=True)
-class InFlightRequest:
+class CallerRequest:
     """Request in flight: caller's label, core index, core ids of its sequences."""
 
     label: str
@@ -166,7 +166,7 @@ class InFlightRequests:
     def __init__(self, num_cores: int, front_end: int) -> None:
         self._num_sequences = [0] * num_cores
         self._core_ids = CoreIds(front_end)
-        self._by_name: dict[str, InFlightRequest] = {}
+        self._by_name: dict[str, CallerRequest] = {}
         self._names: dict[str, str] = {}  # of the requests, by core id
         self._deadlines: list[tuple[float, str]] = []
 
@@ -176,7 +176,7 @@ class InFlightRequests:
         """Return a name that no other request has."""
         return self._core_ids.new(label)
 
-    def add(self, name: str, request: InFlightRequest, deadline: float | None = None) -> None:
+    def add(self, name: str, request: CallerRequest, deadline: float | None = None) -> None:
         """Add a request that is sent to its core and must finish by `deadline` on the engine's clock."""
         self._by_name[name] = request
         self._names.update(dict.fromkeys(request.core_ids, name))
@@ -264,7 +264,7 @@ class InFlightRequests:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CoreCall:
     core: int
     message: UtilityCall
     answer: Future[Any]
@@ -275,12 +275,12 @@ class UtilityCalls:
 
     def __init__(self, front_end: int = 0) -> None:
         self._numbers = numbers_of(front_end)
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _CoreCall] = {}
 
     def start(self, core: int, method: str, args: Sequence[Any]) -> tuple[Future[Any], UtilityCall]:
         """Create a call; its future raises `ValidationError` if the core refuses, `EngineError` if it fails."""
         message = UtilityCall(next(self._numbers), method, list(args))
-        self._calls[message.call_id] = call = _Call(core, message, Future())
+        self._calls[message.call_id] = call = _CoreCall(core, message, Future())
         return call.answer, message
 
     def unanswered_by(self, core: int) -> list[UtilityCall]:
@@ -503,7 +503,7 @@ class FrontEnd:
         core = self.router.route(name, routed, core_ids[0], cores)
         came = self.clock() if arrived is None else arrived
         deadline = None if timeout_s is None else came + timeout_s
-        self._in_flight.add(name, InFlightRequest(label, core, core_ids), deadline)
+        self._in_flight.add(name, CallerRequest(label, core, core_ids), deadline)
         return name, [(core, message) for message in messages]
 
     def _cores_for(self, replica: int | None) -> Sequence[int]:

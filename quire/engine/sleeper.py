@@ -16,7 +16,7 @@ from quire.processes import collect_garbage
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import Scheduler
 from quire.sleep.modes import MEMORY_TAGS, WEIGHTS, EngineSleepState
-from quire.supervision.progress import Progress
+from quire.supervision.progress import ProgressFile
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Sleeper:
         loop: StepLoop,
         clock: Clock,
         tell: Callable[[list[RequestUpdate]], None],
-        progress: Progress | None,
+        progress: ProgressFile | None,
         check_files: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler

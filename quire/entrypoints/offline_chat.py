@@ -29,7 +29,7 @@ class ChatOptions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chat:
+class OfflineChat:
     """Rendered conversation: the request for it, and the form of its answer."""
 
     prompt: PromptType
@@ -56,7 +56,7 @@ def compose_chat(
     options: ChatOptions,
     tools: Tools | None,
     encode: Callable[[RenderedChat], PromptType],
-) -> Chat:
+) -> OfflineChat:
     """Render a conversation, whose text `encode` turns into a prompt.
 
     Raises:
@@ -76,4 +76,4 @@ def compose_chat(
         may_think=not form.thinking.is_off(options.template_kwargs),
     )
     resolved = form.answer_format.with_format_options(params, end)
-    return Chat(encode(chat), resolved, adapter, form.answer_format, end, tools)
+    return OfflineChat(encode(chat), resolved, adapter, form.answer_format, end, tools)

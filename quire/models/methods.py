@@ -28,9 +28,9 @@ from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import Float, Int4FinerValues, QuantMethod, method_of
 from quire.layers.quantized.codec import Codec
 from quire.layers.quantized.merged import merged_scheme
-from quire.layers.quantized.method import Encoded, EncodedModule, Packed
+from quire.layers.quantized.method import EncodedModule, EncodedWeights, Packed
 from quire.layers.quantized.table import codec_of
-from quire.layers.shard import Span
+from quire.layers.shard import ShardSpan
 from quire.layers.slot import FLOATS
 from quire.models.base import CausalLM
 from quire.models.tensor_file import TensorFile, TensorInfo
@@ -116,7 +116,7 @@ def _rounded_layers(model: CausalLM) -> list[MatrixLayer]:
     return list(layers.values())
 
 
-def _size(layer: MatrixLayer, spans: Sequence[Span]) -> int:
+def _size(layer: MatrixLayer, spans: Sequence[ShardSpan]) -> int:
     """Return the number of weights of all ranks in some spans of a layer."""
     return layer.inputs * sum(span.size for span in spans)
 
@@ -193,7 +193,9 @@ class _Encodings:
         modules = [
             self._module(layer, name, each or _FLOATS) for name, each in zip(names, encodings, strict=True)
         ]
-        return Encoded(modules, kept, self._packed(layer, modules) if isinstance(kept, Float) else None)
+        return EncodedWeights(
+            modules, kept, self._packed(layer, modules) if isinstance(kept, Float) else None
+        )
 
     def _packed(self, layer: MatrixLayer, modules: Sequence[EncodedModule]) -> Packed | None:
         """Return the packed form that holds all modules' numbers; None if there is none."""

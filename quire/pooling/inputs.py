@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.config.pooling import PoolingSpec
 from quire.engine.prompt_forms import PromptParts, TokenizedPrompt, check_cut_text, check_length
 from quire.engine.tokenizer import Tokenizer
-from quire.engine.tokenizer_files import Encoded, Template
+from quire.engine.tokenizer_files import EncodedText, SpecialTokenTemplate
 from quire.errors import ValidationError
 from quire.pooling_params import PoolingParams
 
@@ -38,14 +38,14 @@ class Fitter:
         self._special = add_special_tokens
         self._first: tuple[str, list[int]] = ("", [])
 
-    def text(self, text: str, most: int | None) -> Encoded:
+    def text(self, text: str, most: int | None) -> EncodedText:
         """Tokenize a text to at most `most` tokens.
 
         Raises:
             ValidationError: no room for text beside the special tokens, or the text is not valid Unicode.
         """
         if most is None:
-            return Encoded(self._tokenizer.encode(text, add_special_tokens=self._special))
+            return EncodedText(self._tokenizer.encode(text, add_special_tokens=self._special))
         template, ids = self._template(self._tokenizer.text_template), self._encode(text)
         return template.around(cut(ids, room_in(template, most, 1), self._side))
 
@@ -60,7 +60,7 @@ class Fitter:
         second: str,
         most: int | None,
         most_each: tuple[int | None, int | None] = (None, None),
-    ) -> Encoded:
+    ) -> EncodedText:
         """Tokenize two texts as one prompt of at most `most` tokens; each is truncated to its `most_each` before.
 
         Raises:
@@ -126,14 +126,14 @@ class Fitter:
         starts = range(0, max(len(ids), 1), size)
         return [template.around(ids[start : start + size]).token_ids for start in starts]
 
-    def _template(self, template: Template) -> Template:
+    def _template(self, template: SpecialTokenTemplate) -> SpecialTokenTemplate:
         return template if self._special else template.bare()
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def room_in(template: Template, most: int, num_texts: int) -> int:
+def room_in(template: SpecialTokenTemplate, most: int, num_texts: int) -> int:
     """Return the tokens of text that fit beside the special tokens.
 
     Raises:

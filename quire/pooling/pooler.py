@@ -119,7 +119,7 @@ class PoolingHead(Module):
 
 
 @dataclass(frozen=True)
-class Chunks:
+class TextChunks:
     """Chunks of texts in a step, [R] each."""
 
     rows: NDArray[np.int64]
@@ -137,7 +137,7 @@ class Chunks:
 class Reduction(Protocol):
     """One kind of pooling, with its state of unfinished texts."""
 
-    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+    def reduce(self, hidden: Tensor, chunks: TextChunks) -> Tensor:
         """Add a step's hidden states [T, H]; return float32 [R', H] vectors of the texts that end."""
 
 
@@ -147,7 +147,7 @@ class LastToken:
     def __init__(self, num_rows: int) -> None:
         """Accept the number of rows of the other reductions."""
 
-    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+    def reduce(self, hidden: Tensor, chunks: TextChunks) -> Tensor:
         last = (chunks.firsts + chunks.counts - 1)[chunks.is_last]
         return hidden.index_select(0, _index(last, hidden)).float()
 
@@ -168,14 +168,14 @@ class _VectorPerRow:
             self._vectors = torch.zeros(shape, dtype=self.dtype, device=hidden.device)
         return self._vectors
 
-    def _ended(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+    def _ended(self, hidden: Tensor, chunks: TextChunks) -> Tensor:
         return self._kept(hidden).index_select(0, _index(chunks.rows[chunks.is_last], hidden))
 
 
 class FirstToken(_VectorPerRow):
     """Hidden state of the first token."""
 
-    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+    def reduce(self, hidden: Tensor, chunks: TextChunks) -> Tensor:
         begins = chunks.starts == 0
         first = hidden.index_select(0, _index(chunks.firsts[begins], hidden))
         self._kept(hidden)[_index(chunks.rows[begins], hidden)] = first.float()
@@ -191,7 +191,7 @@ class Accumulation(_VectorPerRow):
         super().__init__(num_rows)
         self.dtype = SUM_DTYPE[self.reduction]
 
-    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+    def reduce(self, hidden: Tensor, chunks: TextChunks) -> Tensor:
         places = np.stack((chunks.rows, chunks.firsts, chunks.starts, chunks.counts))
         ops.accumulate(self._kept(hidden), hidden, _index(places, hidden), self.reduction)
         return self._finished(self._ended(hidden, chunks), (chunks.starts + chunks.counts)[chunks.is_last])
@@ -253,7 +253,7 @@ class JoinedReductions:
     def __init__(self, reductions: Sequence[Reduction]) -> None:
         self._reductions = reductions
 
-    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+    def reduce(self, hidden: Tensor, chunks: TextChunks) -> Tensor:
         return torch.cat([one.reduce(hidden, chunks) for one in self._reductions], dim=1)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.config.pooling import TOKEN_TASKS, PoolingSpec
 from quire.errors import EngineError
-from quire.pooling.pooler import Chunks, make_reduction
+from quire.pooling.pooler import TextChunks, make_reduction
 from quire.pooling_params import PoolingParams
 from quire.scheduler.output import NewRequestData, Pooled
 from quire.worker.input_batch import InputBatch
@@ -257,10 +257,10 @@ class Pooler:
         return tagged
 
 
-def _chunks(layout: StepLayout, indices: NDArray[np.int64], lengths: NDArray[np.int64]) -> Chunks:
+def _chunks(layout: StepLayout, indices: NDArray[np.int64], lengths: NDArray[np.int64]) -> TextChunks:
     """Return the chunks of some requests, after their instructions of these lengths."""
     starts = np.maximum(layout.starts[indices], lengths)
-    return Chunks(
+    return TextChunks(
         layout.rows[indices],
         layout.query_start_loc[indices] + starts - layout.starts[indices],
         starts - lengths,

@@ -98,7 +98,7 @@ class CounterField(IntEnum):
     TURNS = 6  # Iterations of the process's event loop, as its heartbeat.
 
 
-class Load(IntEnum):
+class LoadCounter(IntEnum):
     """Counters per core of the engine, following those."""
 
     SEQUENCES = 0  # In flight.
@@ -165,7 +165,7 @@ class SharedCounters:
     def put(self, index: int, column: int, value: float) -> None:
         self._cells[index * self._width + column] = value
 
-    def load_column(self, core: int, load: Load) -> int:
+    def load_column(self, core: int, load: LoadCounter) -> int:
         return _width(self.num_tenants, core) + load
 
     def account(self, tenant: int) -> memoryview[float]:
@@ -207,7 +207,7 @@ class CounterSlot:
 
 def _width(num_tenants: int, num_cores: int) -> int:
     """Return the number of counters per slot."""
-    return len(CounterField) + num_tenants + num_cores * len(Load)
+    return len(CounterField) + num_tenants + num_cores * len(LoadCounter)
 
 
 class Loads:
@@ -220,13 +220,13 @@ class Loads:
     def __init__(self, num_cores: int, slot: CounterSlot | None = None) -> None:
         self._slot = slot or SharedCounters(1, num_cores=num_cores).slot(0)
 
-    def of(self, core: int, load: Load) -> float:
+    def of(self, core: int, load: LoadCounter) -> float:
         """Return the total over all front ends."""
         return self._slot.total(self._slot.counters.load_column(core, load))
 
-    def add(self, core: int, load: Load, amount: float) -> None:
+    def add(self, core: int, load: LoadCounter, amount: float) -> None:
         self._slot.add(self._slot.counters.load_column(core, load), amount)
 
-    def put(self, core: int, load: Load, value: float) -> None:
+    def put(self, core: int, load: LoadCounter, value: float) -> None:
         """Set this front end's value."""
         self._slot.put(self._slot.counters.load_column(core, load), value)

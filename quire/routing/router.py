@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from quire.config import EngineConfig
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
-from quire.routing.counters import CacheDelta, CounterSlot, Load, Loads, block_keys, delta_keys
+from quire.routing.counters import CacheDelta, CounterSlot, LoadCounter, Loads, block_keys, delta_keys
 from quire.scheduler.output import SchedulerStats
 
 K = TypeVar("K", bound=Hashable)
@@ -166,7 +166,10 @@ class LeastLoaded(RoutingPolicy):
 
     def choose(self, request: RoutedRequest, cores: Sequence[int]) -> int:
         of = self.loads.of
-        return min(cores, key=lambda core: (of(core, Load.SEQUENCES), of(core, Load.WAITING_TOKENS), core))
+        return min(
+            cores,
+            key=lambda core: (of(core, LoadCounter.SEQUENCES), of(core, LoadCounter.WAITING_TOKENS), core),
+        )
 
 
 class LongestPrefix(RoutingPolicy):
@@ -192,8 +195,8 @@ class LongestPrefix(RoutingPolicy):
 
     def cost(self, request: RoutedRequest, core: int) -> float:
         """Return the time until this core has computed the prompt, in tokens."""
-        queued_cost = SEQUENCE_TOKENS * self.loads.of(core, Load.SEQUENCES)
-        waiting = self.loads.of(core, Load.WAITING_TOKENS)
+        queued_cost = SEQUENCE_TOKENS * self.loads.of(core, LoadCounter.SEQUENCES)
+        waiting = self.loads.of(core, LoadCounter.WAITING_TOKENS)
         adapter = request.keys.adapter
         loading = ADAPTER_TOKENS if adapter is not None and adapter not in self._adapters[core] else 0
         return (
@@ -222,7 +225,7 @@ class LongestPrefix(RoutingPolicy):
 
     def _lacking(self, request: RoutedRequest, core: int) -> float:
         """Return the tokens that do not fit the KV cache before other requests end."""
-        free = self._num_slots[core] * (1.0 - self.loads.of(core, Load.KV_USE))
+        free = self._num_slots[core] * (1.0 - self.loads.of(core, LoadCounter.KV_USE))
         return max(len(request.token_ids) - free, 0.0) if self._num_slots[core] else 0.0
 
     def _no_adapters(self) -> Recent[str]:
@@ -290,11 +293,11 @@ class Router:
     def lost(self, core: int) -> None:
         """Record the loss of a core and of its cache."""
         self.ready(core, 0)
-        self._policy.loads.put(core, Load.KV_USE, 0.0)
+        self._policy.loads.put(core, LoadCounter.KV_USE, 0.0)
 
     def observe(self, core: int, stats: SchedulerStats) -> None:
         """Record a core's statistics."""
-        self._policy.loads.put(core, Load.KV_USE, stats.kv_cache_usage)
+        self._policy.loads.put(core, LoadCounter.KV_USE, stats.kv_cache_usage)
 
     def cached(self, core: int, delta: CacheDelta) -> None:
         """Apply a core's prefix cache delta."""
@@ -311,9 +314,9 @@ class Router:
         return core
 
     def _count(self, sent: _Sent, sign: int) -> None:
-        self._policy.loads.add(sent.core, Load.SEQUENCES, sign * sent.request.num_sequences)
-        self._policy.loads.add(sent.core, Load.WAITING_TOKENS, sign * sent.num_waiting)
+        self._policy.loads.add(sent.core, LoadCounter.SEQUENCES, sign * sent.request.num_sequences)
+        self._policy.loads.add(sent.core, LoadCounter.WAITING_TOKENS, sign * sent.num_waiting)
 
     def _stop_waiting(self, sent: _Sent) -> None:
-        self._policy.loads.add(sent.core, Load.WAITING_TOKENS, -sent.num_waiting)
+        self._policy.loads.add(sent.core, LoadCounter.WAITING_TOKENS, -sent.num_waiting)
         sent.num_waiting = 0

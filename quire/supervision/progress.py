@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Progress, hang detection and restart policy of engine cores.
 
-`Progress`: shared memory that outlives the core. The core writes, its parent reads, and neither waits for the other.
+`ProgressFile`: shared memory that outlives the core. The core writes, its parent reads, neither waits for the other.
 Requests are written before work on them begins, so they are known however the core ended.
 
 `ExpectedCosts`: estimates of step durations that err upward. A step costs a constant, plus a cost per token and per
@@ -160,7 +160,7 @@ _WORD = struct.Struct("<Q")
 _NUM_TURNS, _NUM_ROWS, _EXPECTED_US, _ROWS = (place * _WORD.size for place in range(4))
 
 
-class Progress:
+class ProgressFile:
     """File of words: loop iterations, number of requests in work, expected duration of the steps in work, and a digest
     of each request's id.
     """
@@ -171,10 +171,10 @@ class Progress:
         self._rows: dict[str, bytes] = {}
 
     @staticmethod
-    def create(path: Path, max_num_rows: int) -> Progress:
+    def create(path: Path, max_num_rows: int) -> ProgressFile:
         """Create the file; raises OSError if there is no room. Later writes need none."""
         path.write_bytes(bytes(_ROWS + max_num_rows * _WORD.size))
-        return Progress(path)
+        return ProgressFile(path)
 
     @property
     def num_turns(self) -> int:
@@ -242,7 +242,7 @@ def _digest(request_id: str) -> bytes:
     return hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=_WORD.size).digest()
 
 
-def with_progress(executor: Executor, progress: Progress, *, is_alone: bool = True) -> Executor:
+def with_progress(executor: Executor, progress: ProgressFile, *, is_alone: bool = True) -> Executor:
     """Wrap an executor so that plans are recorded before they are executed.
 
     Args:
@@ -257,7 +257,7 @@ class ProgressExecutor:
     def __init__(
         self,
         executor: Executor,
-        progress: Progress,
+        progress: ProgressFile,
         costs: ExpectedCosts | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -68,7 +68,7 @@ class HostMark:
         return self._time - earlier._time
 
 
-class HostTransfers:
+class CpuTransfers:
     """Transfers on the host, which holds all tensors and completes each call at once."""
 
     torch_device = torch.device("cpu")
@@ -182,7 +182,7 @@ class CpuDevice:
         self._host = host or Host()
         self._unrecorded: str | None = None
         self.memory = CpuMemory(self._host)
-        self.transfers = HostTransfers()
+        self.transfers = CpuTransfers()
 
     def start(self, config: EngineConfig) -> None:
         """Set the number of compute threads of this process."""

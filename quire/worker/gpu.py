@@ -76,7 +76,7 @@ class _Segments(NamedTuple):
         return int((self.ends - self.starts).max(initial=0))
 
 
-class _Group:
+class _CacheGroup:
     """KV cache group: block tables by row, and the tables and slots [tokens] of the step."""
 
     def __init__(self, table: BlockTable, slots: Tensor) -> None:
@@ -146,7 +146,7 @@ class DeviceBatch:
         self._of_tokens = torch.zeros(places, dtype=torch.int64, device=on)
         self._input_ids, self._positions, *slots = self._of_tokens.unbind()
         self._padding = torch.tensor([[0], [0], *([-1] for _ in slots)], device=on)
-        self._groups = [_Group(*pair) for pair in zip(batch.block_tables, slots, strict=True)]
+        self._groups = [_CacheGroup(*pair) for pair in zip(batch.block_tables, slots, strict=True)]
         self._generations: NDArray[np.int64] = np.full(batch.max_num_seqs, -1, dtype=np.int64)
         self._starts = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int32, device=on)
         self._one_each = torch.arange(batch.max_num_seqs + 1, dtype=torch.int32, device=on)

@@ -18,7 +18,7 @@ from quire.structured_output.backend import Grammar, GrammarBackend, GrammarErro
 from quire.structured_output.params import StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
 from quire.structured_output.vocabulary import Vocabulary
-from quire.worker.cpu import HostTransfers
+from quire.worker.cpu import CpuTransfers
 from quire.worker.input_batch import Samples
 from quire.worker.sampler import Sampler, SamplerOutput
 from quire.worker.sampler.grammar import ConstrainedText
@@ -50,7 +50,7 @@ class Bench:
 
     def __init__(self, members: list[NewRequestData], grammars: GrammarStore | None = None) -> None:
         self.batch = input_batch()
-        self.sampler = Sampler(self.batch, VOCAB, HostTransfers(), grammars=grammars or store())
+        self.sampler = Sampler(self.batch, VOCAB, CpuTransfers(), grammars=grammars or store())
         self.rows = rows_of(*(self._add(index, one) for index, one in enumerate(members)))
 
     def _add(self, index: int, one: NewRequestData) -> int:

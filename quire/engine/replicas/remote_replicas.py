@@ -25,8 +25,8 @@ from quire.engine.messages import WIRE_VERSION, CoreMessage, CoreRequest, Shutdo
 from quire.engine.replicas.replica_wire import (
     Alive,
     BadFrameError,
-    CoreLost,
     FromReplica,
+    ReplicaCoreLost,
     ReplicaHello,
     ReplicaWire,
     arithmetic_of,
@@ -268,7 +268,7 @@ class RemoteReplicaClient(CoreClient):
         if isinstance(message, Alive):
             self._alive = message
             return None
-        if isinstance(message, CoreLost):
+        if isinstance(message, ReplicaCoreLost):
             self._in_work = set(message.in_work)
             raise EngineDeadError(message.message)
         return received_from(message, joined.ahead_s)

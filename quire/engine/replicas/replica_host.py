@@ -24,7 +24,7 @@ from quire.engine.replicas.remote_replicas import JOIN_S
 from quire.engine.replicas.replica_wire import (
     Alive,
     BadFrameError,
-    CoreLost,
+    ReplicaCoreLost,
     ReplicaHello,
     ReplicaWire,
     arithmetic_of,
@@ -176,7 +176,7 @@ class Relay:
 
     def _send_death(self, death: QuireError) -> None:
         try:
-            self._wire.send(CoreLost(str(death), sorted(self._client.digests_in_work())))
+            self._wire.send(ReplicaCoreLost(str(death), sorted(self._client.digests_in_work())))
         except (OSError, EOFError):
             logger.warning("the server is gone as well")
 

@@ -59,7 +59,7 @@ from quire.entrypoints.openai.middleware.body_limit import (
 from quire.entrypoints.openai.middleware.quota import RATE_LIMIT_HEADERS, Meters, Quota
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.openapi import pages
-from quire.entrypoints.openai.openapi.document import Access, Document
+from quire.entrypoints.openai.openapi.document import AccessRules, Document
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.state import QueryHandler, ServerState
 from quire.errors import QuireError
@@ -186,9 +186,9 @@ def open_paths(config: ServerConfig) -> frozenset[str]:
     return OPEN_PATHS | ({"/metrics"} if config.allow_unauthenticated_metrics else frozenset())
 
 
-def _access(state: ServerState) -> Access:
+def _access(state: ServerState) -> AccessRules:
     has_limits = any(tenant.has_limits for tenant in state.keys.tenants.values())
-    return Access(bool(state.keys), has_limits, open_paths(state.config))
+    return AccessRules(bool(state.keys), has_limits, open_paths(state.config))
 
 
 def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:

@@ -27,7 +27,7 @@ from quire.entrypoints.chat.formats.reasoning import ReasoningCounter
 from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall, Tools
 from quire.entrypoints.chat.media import EncodedChat
 from quire.entrypoints.openai.chat_prompt import (
-    TextPrompt,
+    RawTextPrompt,
     chat_prompt,
     function_call,
     old_names,
@@ -188,7 +188,7 @@ class ChatChoiceBuilder:
         self._call_ids.add(call_id)
 
 
-class Chunks(Protocol):
+class ChunkSource(Protocol):
     """Source of an answer's chunks."""
 
     def chunks_of(self, output: RequestOutput, usage: StreamUsage) -> Iterator[ChatChunk]: ...
@@ -209,7 +209,7 @@ class ChatFrames:
     are encoded once, with a placeholder, unless `shows_tokens` adds per-token fields.
     """
 
-    def __init__(self, answer: Chunks, usage: StreamUsage, *, shows_tokens: bool) -> None:
+    def __init__(self, answer: ChunkSource, usage: StreamUsage, *, shows_tokens: bool) -> None:
         self._answer = answer
         self._usage = usage
         self._has_uniform_chunks = usage.has_uniform_chunks and not shows_tokens
@@ -266,11 +266,11 @@ async def create_chat_completion(request: Request) -> Response:
     answer_id = f"chatcmpl-{own_id_of(request.scope)}"
     translate(body)
     with old_names(body):
-        answer = ChatAnswer(server_of(request), body, answer_id, tenant_of(request, body))
+        answer = ChatAnswerWriter(server_of(request), body, answer_id, tenant_of(request, body))
         return await respond(request, body, answer)
 
 
-class ChatAnswer:
+class ChatAnswerWriter:
     """Response writer of one chat request, whole or streamed.
 
     Args:
@@ -283,7 +283,7 @@ class ChatAnswer:
         request: ChatCompletionRequest,
         answer_id: str,
         tenant: str,
-        text: TextPrompt | None = None,
+        text: RawTextPrompt | None = None,
     ) -> None:
         self._server = server
         self._request = request

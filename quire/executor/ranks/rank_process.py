@@ -26,7 +26,15 @@ import msgspec
 from quire import private_directories
 from quire.config import EngineConfig
 from quire.executor.ranks.agreement import check_ranks_agree
-from quire.executor.ranks.handles import Call, Failed, FromRank, Returned, Step, StepResult, ToRank
+from quire.executor.ranks.handles import (
+    CallFailed,
+    CallReturned,
+    FromRank,
+    RankCall,
+    Step,
+    StepResult,
+    ToRank,
+)
 from quire.executor.ranks.places import JOIN_S, RankGroups, meet, with_replicas
 from quire.executor.ranks.rank_processes import CONFIG
 from quire.executor.ranks.ray_ranks import watch_actor
@@ -122,9 +130,9 @@ class RankProcess:
         check_ranks_agree(found.world, self._config)
         return found
 
-    def _execute(self, message: Step | Call) -> bool:
+    def _execute(self, message: Step | RankCall) -> bool:
         """Execute a message; False after a failed step."""
-        if isinstance(message, Call):
+        if isinstance(message, RankCall):
             self._answer(message)
             return True
         try:
@@ -132,13 +140,13 @@ class RankProcess:
             output = result() if self._groups.stage.is_last else None
         except Exception as error:  # last boundary of the process: log, report, end
             logger.exception("rank %d: step %d failed", self._rank, message.plan.step_id)
-            self._send(Failed.from_error(error))
+            self._send(CallFailed.from_error(error))
             return False
         if output is not None and self._groups.has_results:
             self._send(StepResult(output))
         return True
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: RankCall) -> None:
         try:
             result = CALLS[call.method](self, *call.args)
         except Exception as error:  # reported to the caller
@@ -147,18 +155,18 @@ class RankProcess:
         if isinstance(result, Future):
             result.add_done_callback(lambda done: self._answer_late(call, done))
         else:
-            self._send(Returned(call.number, result))
+            self._send(CallReturned(call.number, result))
 
-    def _answer_late(self, call: Call, done: Future[Any]) -> None:
+    def _answer_late(self, call: RankCall, done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
-            self._send(Returned(call.number, msgspec.to_builtins(done.result())))
+            self._send(CallReturned(call.number, msgspec.to_builtins(done.result())))
         else:
             self._fail(call, error)
 
-    def _fail(self, call: Call, error: BaseException) -> None:
+    def _fail(self, call: RankCall, error: BaseException) -> None:
         logger.info("rank %d: %s failed", self._rank, call.method, exc_info=error)
-        self._send(Failed.from_error(error, call.number))
+        self._send(CallFailed.from_error(error, call.number))
 
     def _send(self, message: FromRank) -> None:
         try:

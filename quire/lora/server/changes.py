@@ -83,7 +83,7 @@ def named_adapters(
     return adapters
 
 
-class Engine(Protocol):
+class AdapterEngine(Protocol):
     """Part of `AsyncLLM` used here."""
 
     async def add_lora(self, lora_request: LoRARequest) -> bool: ...
@@ -91,7 +91,7 @@ class Engine(Protocol):
     async def remove_lora(self, lora_id: int) -> bool: ...
 
 
-class Names(Protocol):
+class AdapterNames(Protocol):
     """The adapters served by all processes of a server."""
 
     adapters: Mapping[str, LoRARequest]
@@ -113,7 +113,7 @@ class AdapterChanges:
         resolvers: tried in this order for unknown names.
     """
 
-    def __init__(self, engine: Engine, names: Names, resolvers: list[LoRAResolver]) -> None:
+    def __init__(self, engine: AdapterEngine, names: AdapterNames, resolvers: list[LoRAResolver]) -> None:
         self._engine = engine
         self._names = names
         self._resolvers = resolvers

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quire.errors import ClientError, ValidationError
 from quire.multimodal.door.decoding import layout_of
-from quire.multimodal.door.layout import Layout
+from quire.multimodal.door.layout import PlaceholderLayout
 from quire.multimodal.processors.sound import SoundProcessor
 from quire.speech.audio import HIGH_RATE, LOW_RATE, decode
 from quire.speech.features import RATE
@@ -62,7 +62,7 @@ def wav_of(source: Any, where: str) -> bytes:
 
 def prepare_sound(
     source: Path, scratch: Path, sounds: SoundProcessor | None, max_seconds: float
-) -> tuple[dict[str, NDArray[Any]], Layout]:
+) -> tuple[dict[str, NDArray[Any]], PlaceholderLayout]:
     """Return the arrays and the layout of a sound file.
 
     Args:

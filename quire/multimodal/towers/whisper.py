@@ -21,9 +21,9 @@ from quire.models.json_object import JsonObject
 from quire.multimodal.towers.base import (
     NO_STEP,
     Arrays,
+    LearnedTable,
     PatchLinear,
     Slices,
-    Table,
     Tower,
     activation_of,
     sequences,
@@ -67,7 +67,7 @@ class SpectrogramEncoder(Module):
             )
             for name, inputs in (("conv1", self.bins), ("conv2", size))
         )
-        self.positions = Table(
+        self.positions = LearnedTable(
             self.length, size, config=config, name=f"{at}.embed_positions", suffix=".weight"
         )
         shape = BlockShape(

@@ -53,7 +53,7 @@ Inputs = Sequence[str | list[int]]
 
 
 @dataclass(frozen=True)
-class Job:
+class PoolingJob:
     """One HTTP request to a pooling model, with the answer's id and model name."""
 
     server: ServerState
@@ -63,7 +63,7 @@ class Job:
     model: str
 
     @classmethod
-    def of(cls, request: Request, body: EngineRequest, prefix: str) -> Job:
+    def of(cls, request: Request, body: EngineRequest, prefix: str) -> PoolingJob:
         """Check the model's name, and apply headers and key to the request.
 
         Raises:
@@ -187,12 +187,12 @@ class Found:
 
 
 async def embed_each(
-    job: Job, inputs: Inputs, options: TextOptions, params: PoolingParams, *, in_windows: bool
+    job: PoolingJob, inputs: Inputs, options: TextOptions, params: PoolingParams, *, in_windows: bool
 ) -> Found:
     """Return the pooled output of each input; with `in_windows`, long inputs are averaged over their windows.
 
     Raises:
-        QuireError: as `Job.run`, and if the options truncate texts that are split into windows.
+        QuireError: as `PoolingJob.run`, and if the options truncate texts that are split into windows.
     """
     normalized = is_normalized(job.inputs.spec, params.use_activation)
     if not in_windows:
@@ -207,8 +207,10 @@ def cuts_by_default(body: EngineRequest, *fields: str, in_windows: bool) -> bool
     return not in_windows or bool(body.model_fields_set & {*fields})
 
 
-async def run_each(job: Job, inputs: Inputs, options: TextOptions, params: PoolingParams) -> list[Pooled]:
-    """Return the pooled output of each input. Raises as `Job.run` does."""
+async def run_each(
+    job: PoolingJob, inputs: Inputs, options: TextOptions, params: PoolingParams
+) -> list[Pooled]:
+    """Return the pooled output of each input. Raises as `PoolingJob.run` does."""
     return await job.run(params, num_chars(inputs), lambda: tokenize_each(job.inputs, inputs, options))
 
 

@@ -36,10 +36,10 @@ def ebnf_of(params: StructuredOutputsParams, special: Mapping[str, int], ends: C
         return _llama(params.grammar)
     if params.whitespace_pattern not in SPACES:
         raise refusal("a whitespace_pattern")
-    return _Writer(special, ends, SPACES[params.whitespace_pattern]).grammar(format_of(params))
+    return _EbnfWriter(special, ends, SPACES[params.whitespace_pattern]).grammar(format_of(params))
 
 
-class _Writer(TagWriter):
+class _EbnfWriter(TagWriter):
     def __init__(self, special: Mapping[str, int], ends: Collection[int], space: str) -> None:
         super().__init__(special)
         self._ends = ends
