@@ -13,12 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import StartupError, ValidationError
 from quire.multimodal.processors.base import Processor, make_processor
 from quire.multimodal.processors.sound import FEATURES, SoundProcessor
 from quire.multimodal.towers.base import Tower
 from quire.multimodal.towers.load import load_tower
-from tests.fixtures.hearing_models import HEARING, RATE, Samples, make_hearing, sound, write_files
+from tests.fixtures.hearing_models import HEARING, Samples, make_hearing, sound, write_files
 from tests.models.harness import prepared_config
 
 LENGTHS = (321, 400, 801, 5_000, 7_999, 15_840, 16_000)

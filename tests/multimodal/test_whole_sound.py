@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole way of a sound, from `LLM` over file, features, tower and rows to the tokens and logprobs of transformers."""
+"""The whole way of a sound, from `LLM` over features, tower and rows to the tokens and logprobs of transformers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_a_batch_gives_tokens_and_logprobs_of_transformers(made: Made) -> None:
         inputs = HEARING[name].inputs(sounds) if sounds else {}
         row = torch.tensor([ids + tokens])
         with torch.inference_mode():
-            logits = model(input_ids=row, attention_mask=torch.ones_like(row), **inputs, use_cache=False).logits
+            logits = model(
+                input_ids=row, attention_mask=torch.ones_like(row), **inputs, use_cache=False
+            ).logits
         want = logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
         assert np.allclose(logprobs, want[range(NUM_TOKENS), tokens].numpy(), atol=2e-3)
         want[:, list(NEVER)] -= 100.0

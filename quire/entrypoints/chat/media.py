@@ -270,7 +270,7 @@ def _parts_of(kind: str, data: Mapping[str, Any], uuids: Mapping[str, Any]) -> l
 def _as_list(value: Any, kind: str = "") -> list[Any]:
     """Return one or several items.
 
-    A video may be a list of images, or a pair of frames and a dict of metadata; a sound a pair of samples and their rate.
+    A video may be a list of images, or a pair of frames and metadata; a sound may be a pair of samples and their rate.
     """
     if (kind == "video" and _is_one_video(value)) or (kind == "audio" and _is_one_sound(value)):
         return [value]

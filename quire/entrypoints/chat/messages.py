@@ -9,8 +9,8 @@ rendering, a character that occurs nowhere in the conversation is inserted befor
 text, and before a literal's prefix at the end of a string, which the template could complete. Stretches with this mark
 are encoded separately with special tokens disabled. Tokenizers split at special tokens, so no other id changes.
 Invariant: a prompt without such text is encoded in one call, exactly as rendered.
-Images, videos and sounds stand in a content's text as characters that occur nowhere in the conversation (`media_marks`), until
-the content is shown to the template (`ShownMedia`). So they move with the text around them.
+Images, videos and sounds stand in a content's text as characters that occur nowhere in the conversation
+(`media_marks`), until the content is shown to the template (`ShownMedia`). So they move with the text around them.
 `arrangements` yields variants for templates that reject the conversation. They move or join messages; all texts are
 kept, and the system's stay in order.
 """
@@ -30,7 +30,11 @@ from quire.inputs import ChatMessage, Conversation
 STRETCH_CHARS = 2**16
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ALIASES = {"developer": "system"}  # Replacements for roles that a template does not know.
-MEDIA_KINDS = ("image", "video", "audio")  # Types of the parts in place of items; in the order of a prompt's markers.
+MEDIA_KINDS = (
+    "image",
+    "video",
+    "audio",
+)  # Types of the parts in place of items; in the order of a prompt's markers.
 NO_MARKS: Mapping[str, str] = {}
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 THOUGHT_PARTS = {

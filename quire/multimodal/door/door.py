@@ -252,7 +252,9 @@ class MediaDoor:
         """
         if not self._end.alive:
             raise UnavailableError("media cannot be processed: the engine is shutting down")
-        checked = {kind: self.processor.checked_options(options or {}, kind) for kind in (IMAGE, VIDEO, AUDIO)}
+        checked = {
+            kind: self.processor.checked_options(options or {}, kind) for kind in (IMAGE, VIDEO, AUDIO)
+        }
         self._check_kinds(parts)
         totals = _Totals()
         tasks = [
@@ -308,8 +310,8 @@ class MediaDoor:
         item = None if digest is None else self.files.find(digest)
         if item is None:
             raise ValidationError(
-                f"{part.where} has no data, and the server has no {name_of(part.kind)} of the uuid {part.uuid!r:.80} any more, "
-                "with these options; send its data again",
+                f"{part.where} has no data, and the server has no {name_of(part.kind)} of the uuid {part.uuid!r:.80} "
+                "any more, with these options; send its data again",
                 param=part.where,
             )
         return item, self.files.lease(item.digest)

@@ -91,7 +91,8 @@ class Expansion:
         missing = sorted(name for name, token_id in found.items() if token_id is None)
         if missing:
             raise ValidationError(
-                f"the model's tokenizer has no token {missing[0]!r}, so it takes no such media", param="messages"
+                f"the model's tokenizer has no token {missing[0]!r}, so it takes no such media",
+                param="messages",
             )
         self._ids = {name: token_id for name, token_id in found.items() if token_id is not None}
 

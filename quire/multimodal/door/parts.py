@@ -142,7 +142,7 @@ def _read(part: dict[str, Any], kind: str, where: str, idle: list[str]) -> Media
         _check_format(value.get("format"), f"{where}.{name}.format")
         is_base64 = value.get("url") is None and value.get("data") is not None
         value = value.get("data") if is_base64 else value.get("url")
-        is_base64 = is_base64 and not str(value)[:5].lower() == "data:"  # some clients send a whole URL
+        is_base64 = is_base64 and str(value)[:5].lower() != "data:"  # some clients send a whole URL
     _check_detail(detail, where, idle)
     item_kind = ITEM_KINDS.get(kind, "image")
     if value is None and uuid:
@@ -161,7 +161,9 @@ def _check_fields(value: dict[str, Any], known: set[str], where: str) -> None:
 
 def _check_format(given: Any, where: str) -> None:
     if given is not None and given not in SOUND_FORMATS:
-        raise ValidationError(f"{where} must be one of {', '.join(SOUND_FORMATS)}, got {given!r:.40}", param=where)
+        raise ValidationError(
+            f"{where} must be one of {', '.join(SOUND_FORMATS)}, got {given!r:.40}", param=where
+        )
 
 
 def _check_detail(detail: Any, where: str, idle: list[str]) -> None:

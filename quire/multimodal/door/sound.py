@@ -40,7 +40,9 @@ def wav_of(source: Any, where: str) -> bytes:
     samples, rate = source if is_pair else (source, RATE)
     samples = np.asarray(samples)
     if samples.ndim not in (1, 2) or samples.dtype.kind not in "iuf" or not samples.size:
-        got = f"{samples.dtype} {list(samples.shape)}" if samples.dtype.kind in "iuf" else type(source).__name__
+        got = (
+            f"{samples.dtype} {list(samples.shape)}" if samples.dtype.kind in "iuf" else type(source).__name__
+        )
         raise ValidationError(f"{where} must be {FORM}, got {got}", param=where)
     if not LOW_RATE <= rate <= HIGH_RATE or rate != int(rate):
         raise ValidationError(

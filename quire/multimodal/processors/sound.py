@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processors of sounds: samples in, a log-mel spectrogram and the layout of its placeholders out.
 
-Invariant: spectrograms have the bits of transformers' WhisperFeatureExtractor, and placeholders its processors' numbers.
-A sound that is longer than a model takes is an error; transformers drops the rest of it.
+Invariant: spectrograms have the bits of transformers' WhisperFeatureExtractor, placeholders the numbers of its
+processors. A sound that is longer than a model takes is an error; transformers drops the rest of it.
 """
 
 from __future__ import annotations
@@ -111,9 +111,7 @@ class SoundProcessor(abc.ABC):
 def _extractor(model_dir: Path) -> JsonObject:
     """Return the options of the feature extractor. Raises ModelLoadError if no file has them."""
     processor = optional_json_object(model_dir / PROCESSOR_FILE)
-    return (
-        processor.child(EXTRACTOR) if EXTRACTOR in processor else read_json_object(model_dir / IMAGE_FILE)
-    )
+    return processor.child(EXTRACTOR) if EXTRACTOR in processor else read_json_object(model_dir / IMAGE_FILE)
 
 
 class Qwen2AudioSounds(SoundProcessor):

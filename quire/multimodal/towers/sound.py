@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Towers of Qwen2-Audio (Chu et al., 2024, arXiv:2407.10759) and Voxtral (Liu et al., 2025, arXiv:2507.13264): Whisper's
-encoder over a sound, and a projection.
+"""Towers of Qwen2-Audio (Chu et al., 2024, arXiv:2407.10759) and Voxtral (Liu et al., 2025, arXiv:2507.13264).
+
+Both are Whisper's encoder over a sound, and a projection.
 
 Shapes: k windows of F frames of B mel bins, E = F / 2 rows of a window, C channels, m embeddings, H hidden size.
 """

@@ -201,7 +201,10 @@ BAD = {
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
         "needs input_audio with text",
     ),
-    "audio url": ({"type": "audio_url", "audio_url": {"url": URL}}, "is a sound, and this model takes images"),
+    "audio url": (
+        {"type": "audio_url", "audio_url": {"url": URL}},
+        "is a sound, and this model takes images",
+    ),
     "video": ({"type": "video_url", "video_url": {"url": URL}}, "'image/png', which is no video"),
     "frames": ({"type": "video", "video": URL}, "'video', which is not supported"),
     "input video": ({"type": "input_video", "input_video": {"data": "@@"}}, "not valid base64"),

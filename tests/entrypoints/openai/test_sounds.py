@@ -98,7 +98,10 @@ async def test_sounds_of_several_turns_keep_their_places(
 ) -> None:
     other = base(wav(sound(5_000, 1)))
     body = user(spoken(), "<|im_start|>")
-    body["messages"] += [{"role": "assistant", "content": "Yes."}, *user("And", spoken(data=other))["messages"]]
+    body["messages"] += [
+        {"role": "assistant", "content": "Yes."},
+        *user("And", spoken(data=other))["messages"],
+    ]
     response = await client.post(CHAT, json=body)
     assert response.status_code == 200, response.text
     ((prompt, _),) = engine.seen
@@ -121,12 +124,21 @@ BAD = {
     "no base64": (spoken(data="@@"), "not valid base64"),
     "no sound": (spoken(data=base(b"words, words, words")), "cannot be decoded"),
     "truncated": (spoken(data=base(wav()[:20])), "ends inside its header"),
-    "of another type": ({"type": "audio_url", "audio_url": {"url": "data:image/png;base64,AA"}}, "is no audio"),
-    "a host": ({"type": "audio_url", "audio_url": {"url": "http://example.com/a.wav"}}, "allowed-media-domains"),
+    "of another type": (
+        {"type": "audio_url", "audio_url": {"url": "data:image/png;base64,AA"}},
+        "is no audio",
+    ),
+    "a host": (
+        {"type": "audio_url", "audio_url": {"url": "http://example.com/a.wav"}},
+        "allowed-media-domains",
+    ),
     "a file": ({"type": "audio_url", "audio_url": {"url": "file:///etc/passwd"}}, "reads no files"),
     "offline": ({"type": "audio", "audio": URL}, "'audio', which is not supported"),
     "embeddings": ({"type": "audio_embeds", "audio_embeds": "AA"}, "which is not supported"),
-    "an image": ({"type": "image_url", "image_url": {"url": URL}}, "is an image, and this model takes sounds"),
+    "an image": (
+        {"type": "image_url", "image_url": {"url": URL}},
+        "is an image, and this model takes sounds",
+    ),
     "too large": (spoken(data=base(wav(sound(16_000)) + bytes(1024))), "(--max-audio-bytes)"),
 }
 

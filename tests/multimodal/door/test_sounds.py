@@ -91,10 +91,14 @@ def base(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
+def features_in(path: str) -> np.ndarray:
+    return np.array(read_arrays(Path(path).read_bytes())[FEATURES])
+
+
 async def features_of(door: MediaDoor, one: MediaPart) -> np.ndarray:
     (item,) = (await door.admit([one])).items
     assert item.kind == "audio"
-    return np.array(read_arrays(Path(item.path).read_bytes())[FEATURES])
+    return features_in(item.path)
 
 
 async def test_every_way_to_send_a_sound_is_the_same(door: MediaDoor, tmp_path: Path) -> None:
@@ -208,9 +212,7 @@ async def test_a_bomb_is_stopped_while_it_is_decoded(door: MediaDoor) -> None:
         await door.admit([part(base(file.getvalue()), is_base64=True)])
 
 
-async def test_seconds_of_a_request_have_a_limit(
-    offline: MediaDoor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_seconds_of_a_request_have_a_limit(offline: MediaDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "MAX_REQUEST_SECONDS", 2.0)
     assert len((await offline.admit([part(sound(RATE, seed)) for seed in (0, 1)])).items) == 2
     with pytest.raises(ValidationError, match="longer than"):
@@ -228,7 +230,8 @@ async def test_a_codec_without_its_package_names_it(
 
 async def test_other_media_and_counts_are_refused(tmp_path: Path) -> None:
     door = make_door(config_of(tmp_path, limit_mm_per_prompt={"audio": 1}))
-    assert door is not None and door.kinds == ["audio"]
+    assert door is not None
+    assert door.kinds == ["audio"]
     with pytest.raises(ValidationError, match="is an image, and this model takes sounds"):
         await door.admit([MediaPart(WHERE, "data:image/png;base64,AAAA")])
     with pytest.raises(ValidationError, match="has 2 sounds, the limit is 1"):

@@ -43,7 +43,8 @@ def _case(request: Any, tmp_path_factory: Any) -> Iterator[Case]:
 def prompt_of(case: Case, kind: str) -> Shown:
     family, _, _, path = case
     processor = make_processor(family.architecture, path, {})
-    assert processor is not None and processor.sounds is not None
+    assert processor is not None
+    assert processor.sounds is not None
     found = Shown([], [], [])
     for part in PROMPTS[kind]:
         if isinstance(part, int):
