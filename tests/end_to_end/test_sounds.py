@@ -17,7 +17,7 @@ from tests.fixtures.hearing_models import BEGIN, HEARING, SOUND_TOKEN, make_hear
 from tests.multimodal.door.test_sounds import base, wav
 
 NAME, NUM_TOKENS = "hearing", 8
-SOUNDS = [base(wav(sound(9_000 + 999 * seed, seed))) for seed in range(4)]
+SOUNDS = [base(wav(sound(2_000 + 3_500 * seed, seed))) for seed in range(4)]
 NEVER = {str(BEGIN): -100, str(SOUND_TOKEN): -100}
 pytestmark = pytest.mark.more
 
