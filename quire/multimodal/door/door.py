@@ -49,7 +49,6 @@ from quire.multimodal.door.jobs import DecodeJob, DecodeReply, DecodeSetup
 from quire.multimodal.door.layout import MediaTokens, PreparedItem
 from quire.multimodal.door.parts import MediaPart
 from quire.multimodal.door.pool import DecodePool, Ticket
-from quire.multimodal.door.sound import wav_of
 from quire.multimodal.door.sources import (
     HTTP,
     MAX_ITEM_BYTES,
@@ -358,6 +357,8 @@ class MediaDoor:
         source, where = part.source, part.where
         if not isinstance(source, str):
             if part.kind == AUDIO:
+                from quire.multimodal.door.sound import wav_of  # stands on quire.speech, which images do not
+
                 return _Content(AUDIO, wav_of(source, where))
             return _raw_frames(source, where) if part.kind == VIDEO else _raw(source, where)
         if part.is_embeds:
