@@ -14,14 +14,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from quire.engine.detokenizer import IncrementalDetokenizer
+from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import AbortRequests, CoreRequest, EngineCoreRequest, add_message
 from quire.engine.output_processor import OUTPUT_FAILED, Sink, position_of
 from quire.engine.prompt_forms import TokenizedPrompt
+from quire.engine.request_owner import RequestOwner
 from quire.engine.tokenizer import Tokenizer
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestStateStats
@@ -194,17 +196,34 @@ class BeamSearch:
         return best_open / math.pow(reach, params.length_penalty) > self.finished[-1].score
 
 
-class BeamSearches:
+class BeamSearches(RequestOwner):
     """Front-end state of all beam searches."""
 
+    params_type = BeamSearchParams
+
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._of_id: dict[str, _Search] = {}
 
     @property
     def num_unfinished(self) -> int:
         """Upper bound of the sequences that the searches follow."""
         return len(self._of_id) // 2
+
+    def submit(
+        self,
+        processor: InputProcessor,
+        name: str,
+        label: str,
+        prompt: TokenizedPrompt,
+        params: BeamSearchParams,
+        terms: Mapping[str, Any],
+        sink: Sink,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> tuple[list[str], list[CoreRequest]]:
+        """Validate and start a search; return all core ids its beams will use, and the messages to send."""
+        first, params = processor.process_beam_search(name, prompt, params, **terms)
+        return self.add(label, prompt, first, params, sink, trace_headers)
 
     def add(
         self,

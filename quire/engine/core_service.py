@@ -30,6 +30,7 @@ from quire import private_directories
 from quire.config import EngineConfig
 from quire.engine.client import CONFIG, PROGRESS, REQUESTS, message_socket
 from quire.engine.core import EngineCore
+from quire.engine.core_progress import ProgressFile
 from quire.engine.front_end import front_end_of_number, front_end_of_request
 from quire.engine.messages import (
     NO_MESSAGE,
@@ -49,7 +50,6 @@ from quire.errors import EngineError, StartupError
 from quire.logging_setup import configure_logging
 from quire.processes import freeze_garbage
 from quire.scheduler.output import RequestUpdate, SchedulerStats
-from quire.supervision.progress import ProgressFile
 
 logger = logging.getLogger(__name__)
 

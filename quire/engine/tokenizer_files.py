@@ -26,7 +26,7 @@ import tokenizers
 
 from quire.engine.added_tokens import TokenizerSettings, add_tokens
 from quire.errors import ModelLoadError
-from quire.models.checkpoint_files import has_file, read_text
+from quire.models.checkpoint_files import TEMPLATE_FOLDER, has_file, read_text
 from quire.models.json_object import JsonObject, optional_json_object
 from quire.version import install_command
 
@@ -244,7 +244,6 @@ BYTE_OF_CHAR = _byte_of_char()
 
 TOKENIZER_NAME = "tokenizer.json"
 DEFAULT_TEMPLATE = "default"
-TEMPLATE_FOLDER = "additional_chat_templates"
 MAX_TOKENIZER_BYTES = 512 * 1024 * 1024
 _NORMALIZER_KEYS = {
     "do_lower_case": "lowercase",

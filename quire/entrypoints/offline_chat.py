@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from quire.adapters import AdapterRequest
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.formats.scanning import Tools
 from quire.entrypoints.chat.template import RenderedChat
 from quire.entrypoints.text_form import TextForm
 from quire.inputs import ChatMessage, PromptType
-from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -34,7 +34,7 @@ class OfflineChat:
 
     prompt: PromptType
     params: SamplingParams
-    adapter: LoRARequest | None
+    adapter: AdapterRequest | None
     answer_format: ModelFormat
     end: PromptEnd
     tools: Tools | None
@@ -52,7 +52,7 @@ def compose_chat(
     form: TextForm,
     messages: Sequence[ChatMessage],
     params: SamplingParams,
-    adapter: LoRARequest | None,
+    adapter: AdapterRequest | None,
     options: ChatOptions,
     tools: Tools | None,
     encode: Callable[[RenderedChat], PromptType],

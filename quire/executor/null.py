@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.kv_cache.spec import (
@@ -30,7 +31,6 @@ from quire.kv_cache.spec import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
-from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem, chunk_end
 from quire.scheduler.output import (
     STEP_PROTOCOL_VERSION,
@@ -243,7 +243,7 @@ class NullExecutor(Executor):
         if tag == "kv_cache":
             self._cache = FingerprintCache(self._kv_config.num_blocks, self._kv_config.num_host_blocks)
 
-    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+    def prepare_adapter(self, request: AdapterRequest) -> Future[None]:
         """Register the adapter for the checks of plans."""
         self._adapters.add(request.key)
         return super().prepare_adapter(request)
@@ -315,7 +315,7 @@ class NullExecutor(Executor):
             self._grow_row(scheduled)
         check(len(self._rows) <= self.config.scheduler.max_num_seqs, f"{len(self._rows)} rows are too many")
         adapters = {row.adapter for row in self._rows.values() if row.adapter}
-        check(len(adapters) <= self.config.lora.max_loras, f"the rows have too many adapters: {adapters}")
+        check(len(adapters) <= self.config.max_adapters, f"the rows have too many adapters: {adapters}")
         output = ModelRunnerOutput(step_id=plan.step_id, sampled_token_ids={})
         for scheduled in plan.scheduled:
             self._run_row(self._rows[scheduled.request_id], scheduled, output)

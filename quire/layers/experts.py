@@ -226,7 +226,7 @@ class Expert(Module):
         )
         for layer in (self.up, self.down_proj):
             layer.takes_adapters = layer.makes_products = False  # `Experts` does both
-            layer.quantizes_inputs = member is None and not config.lora.enable_lora
+            layer.quantizes_inputs = member is None and not config.serves_adapters
             layer.expert = index
             if isinstance(layer, InList):
                 layer.index = index

@@ -91,7 +91,7 @@ def _with_finer_values(model: CausalLM, config: EngineConfig, scheme: WeightSche
     the whole model, and slices of one layer (--tp-invariant) count once, so all ranks choose the same. Adapters add to
     the rows of one matrix: with them, none are kept apart.
     """
-    if not scheme.two_level or config.lora.enable_lora:
+    if not scheme.two_level or config.serves_adapters:
         return set()
     layers = _rounded_layers(model)
     four, eight = 4 + 16 / scheme.group_size + 32 / BLOCK, 8 + 16 / scheme.group_size
@@ -159,7 +159,7 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
         raise ConfigError(
             f"--quantization-config: ignore names {sorted(unmatched)[0]!r}, which no layer bears"
         )
-    if config.lora.enable_lora:
+    if config.serves_adapters:
         for method in methods:
             method.quantizes_rows = False  # adapters need unquantized x
     return methods

@@ -19,8 +19,11 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 from quire.config import EngineConfig
+from quire.engine.core_choice import CoreChoice
+from quire.engine.messages import CacheDelta
+from quire.engine.shared_counters import CounterSlot, LoadCounter, SharedCounters
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
-from quire.routing.counters import CacheDelta, CounterSlot, LoadCounter, Loads, block_keys, delta_keys
+from quire.routing.cache_deltas import block_keys, delta_keys
 from quire.scheduler.output import SchedulerStats
 
 K = TypeVar("K", bound=Hashable)
@@ -229,7 +232,7 @@ class LongestPrefix(RoutingPolicy):
         return max(len(request.token_ids) - free, 0.0) if self._num_slots[core] else 0.0
 
     def _no_adapters(self) -> Recent[str]:
-        return Recent(self._config.lora.num_kept)
+        return Recent(self._config.num_kept_adapters)
 
 
 POLICIES: dict[str, type[RoutingPolicy]] = {
@@ -249,7 +252,29 @@ class _Sent:
     num_waiting: int = 0
 
 
-class Router:
+class Loads:
+    """Loads of `num_cores` cores.
+
+    Args:
+        slot: slot of shared counters of that size; None: there are no other front ends.
+    """
+
+    def __init__(self, num_cores: int, slot: CounterSlot | None = None) -> None:
+        self._slot = slot or SharedCounters(1, num_cores=num_cores).slot(0)
+
+    def of(self, core: int, load: LoadCounter) -> float:
+        """Return the total over all front ends."""
+        return self._slot.total(self._slot.counters.load_column(core, load))
+
+    def add(self, core: int, load: LoadCounter, amount: float) -> None:
+        self._slot.add(self._slot.counters.load_column(core, load), amount)
+
+    def put(self, core: int, load: LoadCounter, value: float) -> None:
+        """Set this front end's value."""
+        self._slot.put(self._slot.counters.load_column(core, load), value)
+
+
+class Router(CoreChoice):
     """Router by `--routing-policy`; with one core it costs next to nothing."""
 
     def __init__(self, config: EngineConfig, num_cores: int) -> None:
@@ -263,6 +288,17 @@ class Router:
     def share(self, slot: CounterSlot) -> None:
         """Share loads with the other front ends of the cores; call before there are requests."""
         self._policy.loads = Loads(self._num_cores, slot)
+
+    def admit(
+        self,
+        name: str,
+        token_ids: list[int],
+        num_sequences: int,
+        keys: ExtraKeys,
+        first_id: str,
+        cores: Sequence[int],
+    ) -> int:
+        return self.route(name, RoutedRequest(token_ids, num_sequences, keys), first_id, cores)
 
     def route(self, name: str, request: RoutedRequest, first_id: str, cores: Sequence[int]) -> int:
         """Return one of these cores for a new request, whose first sequence has this core id."""

@@ -19,9 +19,10 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.structured_output.backend import DEAD_END, Grammar, GrammarBackend, GrammarError, Masks, Matcher
-from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.structural_tag import Format, TagWriter, format_of
-from quire.structured_output.vocabulary import LongestTokens, Vocabulary
+from quire.structured_output.vocabulary import LongestTokens
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Allows every tokenization of forced text, not only the library's preferred one."""

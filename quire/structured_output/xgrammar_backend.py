@@ -18,8 +18,9 @@ import xgrammar
 from quire.structured_output.backend import DEAD_END, Grammar, GrammarBackend, GrammarError, Masks, Matcher
 from quire.structured_output.ebnf.constraints import ebnf_of
 from quire.structured_output.ebnf.expressions import refusal
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import LongestTokens, Vocabulary
+from quire.structured_output.vocabulary import LongestTokens
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 
 MAX_REASON_CHARS = 300
 PLACE = re.compile(r"^\[[\d:]+\] \S+: (?:Check failed: .* is false: )?")

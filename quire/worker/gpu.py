@@ -244,7 +244,7 @@ class DeviceBatch:
             self._of_tokens[:, first:end].copy_(self._padding)
 
     def _padded_slots(self, layout: StepLayout, graph: GraphShape | None) -> NDArray[np.int32] | None:
-        """Return LoRA slots of tokens and padding (-1); None: no token has an adapter."""
+        """Return adapter slots of tokens and padding (-1); None: no token has an adapter."""
         slots = gather_adapter_slots(self._batch, layout)
         if slots is None or graph is None:
             return slots
@@ -253,7 +253,7 @@ class DeviceBatch:
     def _upload(
         self, layout: StepLayout, num_requests: int, adapter_slots: NDArray[np.int32] | None
     ) -> tuple[StagedStep, list[tuple[Tensor, int, _Segments]]]:
-        """Upload the step, padded to `num_requests`, and the LoRA slots, if any, as the last numbers."""
+        """Upload the step, padded to `num_requests`, and the adapter slots, if any, as the last numbers."""
         rows, sampling = layout.rows, layout.sampling
         none = np.zeros(num_requests - len(rows), dtype=np.int64)
         parts: list[NDArray[np.generic]] = [rows, none, layout.starts, none]
@@ -324,7 +324,7 @@ _LONG_QUERIES = 128  # from this query length on, attention uses the same tiles 
 class _Pass(NamedTuple):
     """Key of a forward graph.
 
-    With LoRA there are two per shape, so that steps without adapters skip the LoRA kernels.
+    With adapters there are two per shape, so that steps without adapters skip their kernels.
     """
 
     shape: GraphShape
@@ -366,7 +366,7 @@ class DevicePipeline:
         )
         self._captures_at_start = config.device.cuda_graph_capture == "start"
         self._is_rehearsal = is_rehearsal
-        self._adapts = (True, False) if config.lora.enable_lora else (False,)
+        self._adapts = (True, False) if config.serves_adapters else (False,)
         self._shapes = shapes_of(config) if capturer is not None else ()
         self._table = ShapeTable(self._shapes)
         self._gathered: StepInputs | None = None

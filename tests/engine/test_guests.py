@@ -16,6 +16,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.client import ProcessClient
+from quire.engine.core_progress import ProgressFile
 from quire.engine.messages import AddRequest, CoreReady, EngineCoreOutputs, EngineCoreRequest
 from quire.engine.replicas.remote_replicas import RemoteReplicas
 from quire.engine.replicas.replica_host import ReplicaAgent
@@ -34,7 +35,6 @@ from quire.errors import ConfigError, EngineDeadError, StartupError
 from quire.joining import connect_to_first_host, introduce
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate
-from quire.supervision.progress import ProgressFile
 from tests.end_to_end.server import free_port
 from tests.engine.slow_schedulers import Slow
 from tests.engine.test_progress import plan

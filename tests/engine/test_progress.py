@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.config.scheduler import BUSY_FACTOR
+from quire.engine.core_progress import ProgressFile
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import (
     ModelRunnerOutput,
@@ -28,7 +29,6 @@ from quire.supervision.progress import (
     ExpectedCosts,
     Heartbeat,
     ProgressExecutor,
-    ProgressFile,
     cpu_seconds,
     cpu_seconds_with_children,
 )

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
+from quire.engine.messages import CacheDelta
+from quire.engine.shared_counters import LoadCounter, SharedCounters
 from quire.kv_cache.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored
 from quire.kv_cache.hashing import ExtraKeys, extend_hashes
-from quire.routing.counters import CacheDelta, CacheDeltaBuffer, LoadCounter, SharedCounters
+from quire.routing.cache_deltas import CacheDeltaBuffer
 from quire.routing.router import (
     ADAPTER_TOKENS,
     HOME_PREFIX_TOKENS,

@@ -28,7 +28,7 @@ from quire.executor.ranks.multiproc import MultiprocExecutor
 from quire.executor.ranks.rank_processes import HostStarter
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
-from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_outputs_params import StructuredOutputsParams
 
 PROMPTS = [[3, 1, 4, 1, 5] * 5, [2, 7, 1, 8], [99] * 30, [50, 60, 70]]
 PARAMS = [

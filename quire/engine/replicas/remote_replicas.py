@@ -21,6 +21,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.client import CoreClient
+from quire.engine.core_progress import requests_with_digests
 from quire.engine.messages import WIRE_VERSION, CoreMessage, CoreRequest, Shutdown
 from quire.engine.replicas.replica_wire import (
     Alive,
@@ -35,10 +36,10 @@ from quire.engine.replicas.replica_wire import (
     received_from,
     sent_to,
 )
+from quire.engine.supervision import STALL_S
 from quire.errors import EngineDeadError, StartupError
 from quire.joining import Place, listening, receive_hello, send_answer
 from quire.kernels.cpu.instruction_sets import VARIABLE
-from quire.supervision.progress import STALL_S, requests_with_digests
 from quire.version import __version__
 
 logger = logging.getLogger(__name__)

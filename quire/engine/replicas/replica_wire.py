@@ -63,7 +63,7 @@ class Alive(msgspec.Struct, tag="alive", frozen=True):
 
 
 class ReplicaCoreLost(msgspec.Struct, tag="lost", frozen=True):
-    """Death of a core; `in_work` are digests of the requests it was working on (`progress.digest`)."""
+    """Death of a core; `in_work` are digests of the requests it was working on (`ProgressFile.digests`)."""
 
     message: str
     in_work: list[bytes]

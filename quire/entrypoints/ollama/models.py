@@ -39,7 +39,6 @@ from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.entrypoints.openai.translation import given, note_ignored
 from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
-from quire.pooling.inputs import WHOLE_CONTEXT, TextOptions
 from quire.pooling.server.protocol import MAX_INPUTS, Numbers, PromptUsage, encoded, reply_of
 from quire.pooling.server.run import (
     Found,
@@ -49,7 +48,7 @@ from quire.pooling.server.run import (
     renamed_param,
     reply_fields,
 )
-from quire.pooling_params import EMBED, PoolingParams
+from quire.pooling_params import EMBED, WHOLE_CONTEXT, PoolingParams, TextOptions
 
 router = APIRouter()
 embed_router = APIRouter()

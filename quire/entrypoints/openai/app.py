@@ -15,6 +15,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.config import EngineConfig, ServerConfig
+from quire.engine.shared_counters import CounterSlot
 from quire.entrypoints.openai import (
     chat_completions,
     completions,
@@ -68,7 +69,6 @@ from quire.metrics.catalog import make_family
 from quire.metrics.logging import LostLinesCollector
 from quire.metrics.prometheus import PrometheusStatLogger
 from quire.plugins import import_place
-from quire.routing.counters import CounterSlot
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM

@@ -18,7 +18,6 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.beam_search.routes import beam_search_params
 from quire.engine.queue_limits import QueueReservation
 from quire.entrypoints.chat.call_arguments import custom_input, new_call_id
 from quire.entrypoints.chat.formats.answer import AnswerReader
@@ -61,7 +60,7 @@ from quire.entrypoints.openai.protocol.responses import (
     FunctionCall,
     ToolCallMessage,
 )
-from quire.entrypoints.openai.sampling import chat_params, note_max_tokens
+from quire.entrypoints.openai.sampling import chat_params, note_max_tokens, search_params
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.streaming import TextFrame, frame, respond
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
@@ -311,7 +310,7 @@ class ChatAnswerWriter:
             request.stop_token_ids = [*(request.stop_token_ids or ()), *ends]
         self._tools = tools_in_use(self._server, self._form, request)
         room, answers = engine.config.model.max_model_len, self._form.answer_format
-        params = beam_search_params(request, room, answers.shown_ids) or chat_params(
+        params = search_params(request, room, answers.shown_ids) or chat_params(
             request, engine.input_processor.default_sampling_params
         )
         if self._text is None:

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from quire import private_directories
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.executor.ranks.agreement import check_ranks_agree
 from quire.executor.ranks.handles import (
@@ -42,12 +43,11 @@ from quire.executor.ranks.wire import SPIN_S, Wire
 from quire.executor.uniproc import select_own_device
 from quire.kv_cache.spec import decode_kv_config, encode_specs
 from quire.logging_setup import configure_logging
-from quire.lora_request import LoRARequest
 from quire.media import MediaItem
 from quire.plugins import load_general_plugins
 from quire.processes import GROUP_SIGNALS, freeze_garbage
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 
@@ -196,11 +196,13 @@ CALLS: dict[str, Callable[..., Any]] = {
     "sleep": lambda rank, level: rank.worker.sleep(level),
     "wake_up": lambda rank, tag: rank.worker.wake_up(tag),
     "use_vocabulary": lambda rank, plain: _use_vocabulary(rank.worker, plain),
-    "prepare_grammar": lambda rank, plain: rank.worker.grammars.prepare(
+    "prepare_grammar": lambda rank, plain: rank.worker.calls["prepare_grammar"](
         msgspec.convert(plain, StructuredOutputsParams)
     ),
-    "prepare_adapter": lambda rank, plain: rank.worker.adapters.prepare(msgspec.convert(plain, LoRARequest)),
-    "drop_adapter": lambda rank, key: rank.worker.adapters.drop(key),
+    "prepare_adapter": lambda rank, plain: rank.worker.calls["prepare_adapter"](
+        msgspec.convert(plain, AdapterRequest)
+    ),
+    "drop_adapter": lambda rank, key: rank.worker.calls["drop_adapter"](key),
     "encode_media": lambda rank, plain, budget_s: msgspec.to_builtins(
         rank.worker.encode_media(msgspec.convert(plain, list[MediaItem]), budget_s)
     ),
@@ -217,7 +219,7 @@ def _initialize_kv_cache(worker: Worker, plain: dict[str, Any]) -> None:
 
 def _use_vocabulary(worker: Worker, plain: dict[str, Any]) -> None:
     vocabulary = msgspec.convert(plain, Vocabulary)
-    worker.grammars.use_vocabulary(lambda: vocabulary)
+    worker.calls["use_vocabulary"](lambda: vocabulary)
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.tenant import apply_request_settings, tenant_of
 from quire.errors import DeadlineError, ValidationError
 from quire.outputs import RequestStateStats, joined_stats
-from quire.pooling.inputs import PoolingInputs, TextOptions
+from quire.pooling.inputs import PoolingInputs
 from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling.server.protocol import (
     MAX_INPUTS,
@@ -45,7 +45,7 @@ from quire.pooling.server.protocol import (
     check_numbers,
 )
 from quire.pooling.server.scoring import Windows, is_normalized
-from quire.pooling_params import PoolingParams
+from quire.pooling_params import PoolingParams, TextOptions
 
 Pooled = PoolingRequestOutput[PoolingOutput]
 
@@ -77,7 +77,7 @@ class PoolingJob:
     @property
     def inputs(self) -> PoolingInputs:
         inputs = self.server.engine.input_processor.pooling
-        assert inputs is not None, "the route of a pooling model"
+        assert isinstance(inputs, PoolingInputs), "the route of a pooling model"
         return inputs
 
     async def run(

@@ -12,8 +12,8 @@ from quire.structured_output.ebnf.expressions import Rules, Scanner, quoted, ref
 from quire.structured_output.ebnf.schemas import SchemaWriter
 from quire.structured_output.ecma_regex import RegexError
 from quire.structured_output.normalize import FLEXIBLE_SPACE, NO_SPACE
-from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.structural_tag import ANY, Format, TagWriter, format_of
+from quire.structured_outputs_params import StructuredOutputsParams
 
 SPACES = {FLEXIBLE_SPACE: '(" " | "\\n" ([ ]{0,20} | [\\t]{0,10}))?', NO_SPACE: '""', None: '""'}
 """`whitespace_pattern` -> EBNF."""
