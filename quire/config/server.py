@@ -112,7 +112,7 @@ class ServerConfig(Config):
     max_request_bytes: int = option(16 * 2**20, "Largest request body in bytes.", ge=1024)
     max_audio_bytes: int = option(
         25 * 2**20,
-        "Largest body of a request with a sound to transcribe, in bytes, its fields excluded.",
+        "Largest body of a request with a sound to transcribe, without its fields, and largest sound in a chat; bytes.",
         ge=1024,
     )
     max_receiving_bytes: int = option(

@@ -93,7 +93,7 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "llama4_text": WrappedLanguageModel("Llama4ForCausalLM"),
     "ministral3": WrappedLanguageModel("Ministral3ForCausalLM"),
     "mistral": WrappedLanguageModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32, 8, 131072)),
-    "qwen2": _QWEN2,
+    "qwen2": WrappedLanguageModel("Qwen2ForCausalLM", (151936, 4096, 22016, 32, 32, 32, 32768)),
     "qwen2_vl": _QWEN2,
     "qwen2_vl_text": _QWEN2,
     "qwen2_5_vl": _QWEN2,
@@ -127,6 +127,7 @@ def _translator(architecture: str, models: str, length: str | int = "max_positio
     return Wrapper(architecture, models, ("encoder",), _DECODER, length, reads_text=True)
 
 
+_HEARING = ("audio_tower", "multi_modal_projector")
 _LLAVA_NEXT = ("vision_tower", "multi_modal_projector", "image_newline")
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -161,6 +162,7 @@ WRAPPERS: dict[str, Wrapper] = {
         _translator("MT5ForConditionalGeneration", "mT5", T5_TOKENS),
         _translator("PegasusForConditionalGeneration", "Pegasus"),
         Wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", ("visual",)),
+        Wrapper("Qwen2AudioForConditionalGeneration", "Qwen 2 Audio 7B", _HEARING),
         Wrapper("Qwen2VLForConditionalGeneration", "Qwen 2 VL", ("visual",)),
         Wrapper("Qwen3_5ForConditionalGeneration", "Qwen 3.5", ("visual",)),
         Wrapper("Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 with experts", ("visual",)),
@@ -172,6 +174,7 @@ WRAPPERS: dict[str, Wrapper] = {
         ),
         _translator("T5ForConditionalGeneration", "T5, T5 1.1, Flan-T5", T5_TOKENS),
         _translator("UMT5ForConditionalGeneration", "UMT5", T5_TOKENS),
+        Wrapper("VoxtralForConditionalGeneration", "Voxtral Mini 3B and Small 24B", _HEARING),
         Wrapper(
             "VisionEncoderDecoderModel",
             "TrOCR, Donut",

@@ -252,6 +252,8 @@ MESSAGE = FieldRules(
                 "image_url": FieldRules(frozenset({"url", "detail"})),
                 "video_url": FieldRules(frozenset({"url"})),
                 "input_video": FieldRules(frozenset({"url", "data"})),
+                "input_audio": FieldRules(frozenset({"url", "data", "format"})),
+                "audio_url": FieldRules(frozenset({"url"})),
             },
         ),
         "tool_calls": TOOL_CALL,
