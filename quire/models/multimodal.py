@@ -77,10 +77,14 @@ class Wrapper:
     """Key of the most rows that the encoder gives to cross-attention, or their number; empty: there is no such."""
     reads_text: bool = False
     """The encoder reads text; the decoder then has as many positions at most."""
+    of_media: tuple[str, ...] = ()
+    """Keys of the language model that hold for prompts with media only, whose spans say the same."""
 
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
 LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
+    "gemma": WrappedLanguageModel("GemmaForCausalLM", (256000, 3072, 24576, 28, 16, 16, 8192)),
+    "gemma2": WrappedLanguageModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8, 4, 8192)),
     "gemma3_text": WrappedLanguageModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8, 4, 131072)),
     "gemma3n_text": WrappedLanguageModel("Gemma3nForCausalLM"),
     "gemma4_text": WrappedLanguageModel("Gemma4ForCausalLM"),
@@ -153,6 +157,11 @@ WRAPPERS: dict[str, Wrapper] = {
         _translator("MBartForConditionalGeneration", "mBART, mBART-50"),
         Wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2, Magistral, Ministral 3"),
         _translator("MT5ForConditionalGeneration", "mT5", T5_TOKENS),
+        Wrapper(
+            "PaliGemmaForConditionalGeneration",
+            "PaliGemma, PaliGemma 2",
+            of_media=("use_bidirectional_attention",),
+        ),
         _translator("PegasusForConditionalGeneration", "Pegasus"),
         Wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", ("visual",)),
         Wrapper("Qwen2VLForConditionalGeneration", "Qwen 2 VL", ("visual",)),
@@ -199,6 +208,7 @@ def language_model_of(
     if kind not in LANGUAGE_MODELS:
         raise text.unsupported("model_type", f"one of {', '.join(LANGUAGE_MODELS)}")
     values = _values(config, text, LANGUAGE_MODELS[kind])
+    values = {key: value for key, value in values.items() if key not in wrapper.of_media}
     of_text = {key: value for key, value in overrides.items() if key not in ("architectures", TEXT)}
     values = with_overrides(values, of_text)
     alone = JsonObject(text.where, values, refused=config.refused)

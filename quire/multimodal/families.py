@@ -85,6 +85,11 @@ FAMILIES: dict[str, Family] = {
         images="rows of patches, each ended by a break token",
     ),
     "MT5ForConditionalGeneration": _T5,
+    "PaliGemmaForConditionalGeneration": Family(
+        f"{_PROCESSORS}.llava:PaliGemmaProcessor",
+        f"{_TOWERS}.vit:PaliGemmaTower",
+        images="one run of fixed length; the whole prompt is seen both ways",
+    ),
     "PegasusForConditionalGeneration": _BART,
     "Qwen2VLForConditionalGeneration": Family(
         f"{_PROCESSORS}.qwen_video:Qwen2VLProcessor",

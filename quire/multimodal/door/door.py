@@ -189,7 +189,8 @@ class MediaDoor:
         processor, videos = self.processor, self.processor.videos
         of_videos = ("", "") if videos is None else (videos.marker, videos.placeholder)
         literals = dict.fromkeys([*processor.literals, *filter(None, of_videos)])
-        return MediaTokens(processor.marker, processor.placeholder, tuple(literals), *of_videos)
+        form = processor.prefix_form
+        return MediaTokens(processor.marker, processor.placeholder, tuple(literals), *of_videos, form)
 
     @property
     def kinds(self) -> list[str]:

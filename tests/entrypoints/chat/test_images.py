@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,6 +184,32 @@ def test_another_number_of_placeholders_is_an_error(tokens: Tokenizer) -> None:
             expansion.expand([tokens.id_of(MARKER) or 0] * count)
     with pytest.raises(ValidationError, match="has no token '<absent>'"):
         Expansion(TOKENS, tokens.id_of, [PreparedItem(b"", "image", "", Layout(MARKER, [[("<absent>", 1)]]))])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (f"{MARKER}what", f"{MARKER * 2}<|user|>what<|tool|>"),
+        (f"<|user|>{MARKER}what", f"{MARKER * 2}<|user|>what<|tool|>"),
+        (f"{MARKER}<|user|>what<|tool|>", f"{MARKER * 2}<|user|>what<|tool|>"),
+        (f"{MARKER}a{MARKER}", f"{MARKER * 2}a{MARKER * 3}<|user|><|tool|>"),
+        (f"a<|user|>{MARKER}", f"a<|user|>{MARKER * 2}<|user|><|tool|>"),
+    ],
+)
+def test_a_prefix_has_its_tokens_once(tokens: Tokenizer, prompt: str, expected: str) -> None:
+    kind = replace(TOKENS, prefix_form=("<|user|>", "<|tool|>"))
+    items = [item(number, number + 2) for number in range(prompt.count(MARKER))]
+    ids, media = Expansion(kind, tokens.id_of, items).expand(tokens.encode(prompt, add_special_tokens=False))
+    assert tokens.decode(ids, skip_special_tokens=False) == expected
+    prefix = media[0].prefix
+    assert prefix is not None
+    assert prefix.length == len(ids)
+    assert all(ids[at] == tokens.id_of(MARKER) for one in media for at in range(one.start, one.end))
+    longer = tokens.encode(f"{prompt}?", add_special_tokens=False)
+    _, (other, *_) = Expansion(kind, tokens.id_of, items).expand(longer)
+    assert other.prefix is not None
+    assert other.prefix.digest != prefix.digest
+    assert Expansion(kind, tokens.id_of, []).expand([1, 2]) == ([1, 2], [])
 
 
 def test_several_runs_of_an_item_are_one_item(tokens: Tokenizer) -> None:

@@ -159,6 +159,16 @@ CASES: dict[str, Case] = {
         {"size": {"height": 56, "width": 56}, "do_convert_rgb": True},
         {"mm_tokens_per_image": 4},
     ),
+    "paligemma": Case(
+        "PaliGemmaForConditionalGeneration",
+        _pil("siglip", "SiglipImageProcessorPil"),
+        {
+            "image_processor_type": "SiglipImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "image_seq_length": 16,
+        },
+        {"vision_config": {"image_size": 56, "patch_size": 14}},
+    ),
     "smolvlm": Case(
         "SmolVLMForConditionalGeneration",
         _pil("smolvlm", "SmolVLMImageProcessorPil"),

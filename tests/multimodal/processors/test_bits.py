@@ -90,6 +90,7 @@ EXPANDERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2-vl": ("qwen2_vl", "Qwen2VL", {"image_token": "<|image_pad|>"}),
     "qwen3-vl": ("qwen2_vl", "Qwen2VL", {"image_token": "<|image_pad|>"}),
     "gemma3": ("gemma3", "Gemma3", {}),
+    "paligemma": ("paligemma", "PaliGemma", {"image_seq_length": 16}),
     "smolvlm": ("smolvlm", "SmolVLM", {"image_seq_len": 4, "global_image_token": "<global-img>"}),
     "idefics3-whole": ("idefics3", "Idefics3", {"image_seq_len": 4, "global_image_tag": "<global-img>"}),
     "pixtral": ("pixtral", "Pixtral", {"patch_size": 8, "spatial_merge_size": 1}),
