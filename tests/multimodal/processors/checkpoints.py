@@ -159,6 +159,18 @@ CASES: dict[str, Case] = {
         {"size": {"height": 56, "width": 56}, "do_convert_rgb": True},
         {"mm_tokens_per_image": 4},
     ),
+    "gemma3-crops": Case(
+        "Gemma3ForConditionalGeneration",
+        _pil("gemma3", "Gemma3ImageProcessorPil"),
+        {
+            "size": {"height": 56, "width": 56},
+            "do_pan_and_scan": True,
+            "pan_and_scan_min_crop_size": 40,
+            "pan_and_scan_max_num_crops": 4,
+            "pan_and_scan_min_ratio_to_activate": 1.2,
+        },
+        {"mm_tokens_per_image": 4},
+    ),
     "paligemma": Case(
         "PaliGemmaForConditionalGeneration",
         _pil("siglip", "SiglipImageProcessorPil"),

@@ -90,6 +90,7 @@ EXPANDERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2-vl": ("qwen2_vl", "Qwen2VL", {"image_token": "<|image_pad|>"}),
     "qwen3-vl": ("qwen2_vl", "Qwen2VL", {"image_token": "<|image_pad|>"}),
     "gemma3": ("gemma3", "Gemma3", {}),
+    "gemma3-crops": ("gemma3", "Gemma3", {}),
     "paligemma": ("paligemma", "PaliGemma", {"image_seq_length": 16}),
     "smolvlm": ("smolvlm", "SmolVLM", {"image_seq_len": 4, "global_image_token": "<global-img>"}),
     "idefics3-whole": ("idefics3", "Idefics3", {"image_seq_len": 4, "global_image_tag": "<global-img>"}),
@@ -124,8 +125,6 @@ def expanded_by_transformers(name: str, oracle: Any, processor: Processor, image
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inputs = dict(oracle([image], return_tensors="np", **case.call, **more))
-    if name == "gemma3":
-        inputs["num_crops"] = [0]
     if name in ("pixtral", "mistral3"):
         height, width = inputs["image_sizes"][0]
         return pixtral_rows(height // case.call["patch_size"], width // case.call["patch_size"])
@@ -179,6 +178,8 @@ def test_an_unknown_option_is_refused_in_words(processor: Processor) -> None:
         ("smolvlm", {"do_image_splitting": 1}, "do_image_splitting must be true or false"),
         ("pixtral", {"size": {"longest_edge": 0}}, "longest_edge must be an integer"),
         ("internvl", {"min_patches": 5, "max_patches": 4}, "min_patches is 5"),
+        ("gemma3", {"do_pan_and_scan": "yes"}, "do_pan_and_scan must be true or false"),
+        ("gemma3", {"pan_and_scan_max_num_crops": 10**6}, "max_num_crops must be an integer"),
         ("internvl", {"max_patches": 10**6}, "max_patches must be an integer"),
     ],
 )
@@ -234,3 +235,14 @@ def test_a_step_that_is_switched_off_is_refused(tmp_path: Path) -> None:
 def test_an_image_that_is_too_long_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="one side at most 200 times the other"):
         CASES["qwen2-vl"].read(tmp_path).prepare(drawn((1, 201), "RGB", 0), {})
+
+
+def test_a_request_asks_for_crops_of_a_long_image(tmp_path: Path) -> None:
+    processor = CASES["gemma3"].read(tmp_path)
+    image = drawn((300, 900), "RGB", 0)
+    found = processor.prepare(image, processor.checked_options({"do_pan_and_scan": True}))
+    assert found.arrays["pixels"].shape == (4, 56, 56, 3)
+    assert len(found.runs) == len(processor.prepare(image, {}).runs) + 3 == 4
+    options = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 1, "pan_and_scan_max_num_crops": 6}
+    with pytest.raises(ValidationError, match="7 pixels has no 6 crops; use a larger"):
+        processor.prepare(drawn((1, 7), "RGB", 0), processor.checked_options(options))
