@@ -155,7 +155,11 @@ def _check_both_ways(media: Sequence[MediaItem], num_prompt_tokens: int, max_num
         )
     for first, last in both_ways(media):
         if last - first > max_num_batched_tokens:
-            name = "the prompt with its images" if prefix is not None else f"the {media[0].kind} at position {first}"
+            name = (
+                "the prompt with its images"
+                if prefix is not None
+                else f"the {media[0].kind} at position {first}"
+            )
             raise ValidationError(
                 f"{name} takes {last - first} tokens, which this model computes in one step, and a step takes "
                 f"{max_num_batched_tokens}: send less, or start with a larger --max-num-batched-tokens",

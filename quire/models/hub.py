@@ -14,12 +14,17 @@ from glob import escape
 from pathlib import Path, PurePosixPath
 
 from quire.errors import ModelLoadError
-from quire.models.gguf.model import SUFFIX, is_first_part, part_names, part_paths
+from quire.models.gguf.model import (
+    SUFFIX,
+    choose_projector,
+    is_first_part,
+    is_projector,
+    part_names,
+    part_paths,
+)
 
 # No pickled weights and no code: only files that quire reads.
 _WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-_PROJECTOR = "mmproj"
-"""File name prefix of multimodal projectors, which contain no language model."""
 _MAX_LISTED = 24
 
 
@@ -45,15 +50,19 @@ class HubModel:
             return self._gguf(self.gguf)
         directory = self._snapshot(_WANTED_FILES)
         has_weights = any(directory.glob("*.safetensors"))
-        return directory if has_weights or not self._ggufs() else self._gguf("")
+        return directory if has_weights or not _models(self._gguf_files()) else self._gguf("")
 
     def _gguf(self, wanted: str) -> Path:
-        there = self._ggufs()
+        files = self._gguf_files()
+        there = _models(files)
         found = [name for name in there if wanted == name or wanted == PurePosixPath(name).name]
         found = found or [name for name in there if _is_quantized_as(name, wanted)]
         if len(found) != 1:
             raise ModelLoadError(f"{self.id} has {_how_many(found, wanted)}: {self._choice(found or there)}")
-        directory = self._snapshot([escape(part) for part in part_names(found[0])])
+        folder = PurePosixPath(found[0]).parent
+        encoder = choose_projector([name for name in files if PurePosixPath(name).parent == folder])
+        wanted_files = [*part_names(found[0]), *([] if encoder is None else [encoder])]
+        directory = self._snapshot([escape(name) for name in wanted_files])
         return part_paths(directory / found[0])[0]
 
     def _choice(self, names: Sequence[str]) -> str:
@@ -63,8 +72,8 @@ class HubModel:
         listed = ", ".join(names[:_MAX_LISTED]) + more
         return f"name one as {self.id}:{PurePosixPath(names[0]).name}; there are {listed}"
 
-    def _ggufs(self) -> list[str]:
-        """Return the GGUF models of the repository, or of the cache; the first file of a split one."""
+    def _gguf_files(self) -> list[str]:
+        """Return the GGUF files of the repository, or of the cache."""
         from huggingface_hub import errors, snapshot_download
 
         with self._explained():
@@ -76,14 +85,12 @@ class HubModel:
                     allow_patterns=[f"*{SUFFIX}"],
                     dry_run=True,
                 )
-                names = [info.filename for info in infos]
+                return sorted(info.filename for info in infos)
             except errors.DryRunError:
                 directory = self._snapshot([])
-                names = [path.relative_to(directory).as_posix() for path in directory.rglob(f"*{SUFFIX}")]
-        models = (PurePosixPath(name) for name in sorted(names))
-        return [
-            str(path) for path in models if is_first_part(path.name) and not path.name.startswith(_PROJECTOR)
-        ]
+                return sorted(
+                    path.relative_to(directory).as_posix() for path in directory.rglob(f"*{SUFFIX}")
+                )
 
     def _snapshot(self, patterns: Sequence[str]) -> Path:
         """Return the model's cache directory, containing at least the files of these patterns."""
@@ -138,6 +145,12 @@ def _is_quantized_as(name: str, wanted: str) -> bool:
     """
     word = rf"(^|[-./_]){re.escape(wanted)}[-./]" if wanted else ""
     return re.search(word, name, re.IGNORECASE) is not None
+
+
+def _models(files: Sequence[str]) -> list[str]:
+    """Return the models among GGUF files; the first file of a split one."""
+    names = ((name, PurePosixPath(name).name) for name in files)
+    return [path for path, name in names if is_first_part(name) and not is_projector(name)]
 
 
 def _how_many(found: Sequence[str], wanted: str) -> str:

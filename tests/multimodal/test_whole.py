@@ -64,7 +64,12 @@ def test_a_prefix_gives_the_tokens_of_transformers(chunk: int, tmp_path: Path) -
     write_tokenizer(tmp_path, {"t3": "<bos>", "t4": "\n"})
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 33, 3), dtype=np.uint8))
     llm = LLM(
-        str(tmp_path), device="cpu", dtype="float32", max_model_len=128, block_size=8, max_num_batched_tokens=chunk
+        str(tmp_path),
+        device="cpu",
+        dtype="float32",
+        max_model_len=128,
+        block_size=8,
+        max_num_batched_tokens=chunk,
     )
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
     pixels = SiglipImageProcessorPil(**options)(picture, return_tensors="pt")["pixel_values"]

@@ -28,6 +28,7 @@ import numpy as np
 import PIL
 from PIL import Image
 
+from quire import private_directories
 from quire.config import EngineConfig
 from quire.errors import ConfigError, UnavailableError, ValidationError
 from quire.multimodal.door.decoding import EMBEDS, FRAMES, IMAGE, MAX_PIXELS, RAW, VIDEO, check_size
@@ -161,10 +162,13 @@ class MediaDoor:
 
     Args:
         processor: of the checkpoint.
+        directory: with the processor's files; a private one is removed at the end.
         offline: callers are this process: they may pass PIL images, arrays and paths.
     """
 
-    def __init__(self, config: EngineConfig, processor: Processor, *, offline: bool = False) -> None:
+    def __init__(
+        self, config: EngineConfig, processor: Processor, directory: Path, *, offline: bool = False
+    ) -> None:
         self._config = config
         self._options = config.multimodal
         self.processor = processor
@@ -172,7 +176,7 @@ class MediaDoor:
         self._architecture = architecture_of(config)
         self.files = MediaFiles(config.multimodal.processor_cache_bytes)
         self._setup = DecodeSetup(
-            self._architecture, str(config.model_dir), self._options.mm_processor_kwargs, MEMORY_BYTES
+            self._architecture, str(directory), self._options.mm_processor_kwargs, MEMORY_BYTES
         )
         self._pool = DecodePool(self._setup)
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="quire-media")
@@ -180,8 +184,9 @@ class MediaDoor:
         self._budget = ByteBudget(MAX_BYTES_AT_ONCE)
         self._locks: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
         self._names: OrderedDict[bytes, bytes] = OrderedDict()  # Named digest -> digest of the content.
-        self._root = _root_digest(config, self._architecture)
-        self._end = weakref.finalize(self, _close, self._pool, self._threads, self._readers)
+        self._root = _root_digest(config, self._architecture, directory)
+        private = None if directory == Path(config.model_dir) else directory
+        self._end = weakref.finalize(self, _close, self._pool, private, self._threads, self._readers)
 
     @property
     def tokens(self) -> MediaTokens:
@@ -404,8 +409,10 @@ class MediaDoor:
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
 
 
-def _close(pool: DecodePool, *threads: ThreadPoolExecutor) -> None:
+def _close(pool: DecodePool, directory: Path | None, *threads: ThreadPoolExecutor) -> None:
     pool.close()
+    if directory is not None:
+        private_directories.remove(directory)
     for one in threads:
         one.shutdown(wait=False, cancel_futures=True)
 
@@ -461,9 +468,9 @@ def _canonical(options: Mapping[str, Any]) -> bytes:
     return json.dumps(options, sort_keys=True, default=repr).encode()
 
 
-def _root_digest(config: EngineConfig, architecture: str) -> bytes:
+def _root_digest(config: EngineConfig, architecture: str, directory: Path) -> bytes:
     """Return the digest of what all items of a model depend on."""
-    paths = [Path(config.model_dir) / name for name in FILES]
+    paths = [directory / name for name in FILES]
     contents = [path.read_bytes() if path.is_file() else b"" for path in paths]
     own = _canonical(config.multimodal.mm_processor_kwargs)
     decoders = f"{PIL.__version__} {_av_version()}".encode()
@@ -488,10 +495,20 @@ def make_door(config: EngineConfig, *, offline: bool = False) -> MediaDoor | Non
     """
     if config.arch.part_of is None or config.multimodal.language_model_only:
         return None
-    processor = make_processor(
-        architecture_of(config), Path(config.model_dir), config.multimodal.mm_processor_kwargs
-    )
     unknown = config.multimodal.limit_mm_per_prompt.keys() - {IMAGE, "video", "audio"}
     if unknown:
         raise ConfigError(f"--limit-mm-per-prompt has {min(unknown)!r}; the kinds are image, video and audio")
-    return None if processor is None else MediaDoor(config, processor, offline=offline)
+    directory = _processor_directory(config)
+    processor = make_processor(architecture_of(config), directory, config.multimodal.mm_processor_kwargs)
+    return None if processor is None else MediaDoor(config, processor, directory, offline=offline)
+
+
+def _processor_directory(config: EngineConfig) -> Path:
+    """Return the checkpoint's directory, or for a model in GGUF a private one with the files that it amounts to."""
+    part_of = config.arch.part_of
+    if part_of is None or not part_of.processor_files:
+        return Path(config.model_dir)
+    directory = private_directories.make("processor-")
+    for name, values in json.loads(part_of.processor_files).items():
+        (directory / name).write_text(json.dumps(values), encoding="utf-8")
+    return directory

@@ -74,8 +74,8 @@ class Processor(abc.ABC):
         placeholder: the token that takes an embedding.
         literals: every token that a processed item may consist of; users' text must not turn into one.
         videos: processor of videos; None: the model takes none.
-        prefix_form: all positions of a prompt with images attend to one another. Its tokens are the one behind the last
-            image, in place of the one with which text begins, and the last one. None: text attends to earlier positions.
+        prefix_form: all positions of a prompt with images attend to one another; the token behind the last image, in
+            place of the one with which text begins, and the last token. None: text attends to earlier positions.
     """
 
     videos: VideoProcessor | None = None

@@ -120,10 +120,8 @@ class Gemma3Processor(Processor):
         image = as_rgb(image)
         crops = [] if rule is None else rule.crops(image)
         check_prepared_pixels((1 + len(crops)) * self._size[0] * self._size[1])
-        pixels = np.stack(
-            [pixels_of(resized(each, self._size, self._resample)) for each in (image, *crops)]
-        )
-        arrays = {PIXELS: pixels, TABLE: self._table}
+        pixels = np.stack([pixels_of(resized(each, self._size, self._resample)) for each in (image, *crops)])
+        arrays: Arrays = {PIXELS: pixels, TABLE: self._table}
         return Prepared(arrays, self._shown(len(crops)), (self._run,) * len(pixels), both_ways=True)
 
     def _shown(self, num_crops: int) -> str:
@@ -131,7 +129,9 @@ class Gemma3Processor(Processor):
         if not num_crops:
             return self._text
         crops = " ".join([self._text] * num_crops)
-        return f"Here is the original image {self._text} and here are some crops to help you see better {crops}"
+        return (
+            f"Here is the original image {self._text} and here are some crops to help you see better {crops}"
+        )
 
     def prepare_embeds(self, values: NDArray[np.float32]) -> Prepared:
         return fixed_embeds(self._text, (self._run,), values, both_ways=True)

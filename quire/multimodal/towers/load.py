@@ -40,7 +40,9 @@ def load_tower(config: EngineConfig) -> Tower:
     whole = JsonObject(f"{config.model_dir}/config.json", dict(values))
     names = TowerNames(arch.part_of.architecture, {}, (), encoder_length=arch.part_of.encoder_length)
     own = replace(
-        config, model_arch=replace(arch, part_of=names, quantization=None, tie_word_embeddings=False)
+        config,
+        model_dir=arch.part_of.projector or config.model_dir,
+        model_arch=replace(arch, part_of=names, quantization=None, tie_word_embeddings=False),
     )
     kind = import_place(place_of(arch.part_of.architecture, whole))
     with torch.device("meta"):
