@@ -214,6 +214,11 @@ class MediaGate:
             raise ValidationError(f"{where} has images, which cannot be taken: {self._reason}", param=where)
         return self._door
 
+    def warm_up(self) -> None:
+        """Prepare for the first image, in the background."""
+        if self._door is not None:
+            self._door.warm_up()
+
     def close(self) -> None:
         """End processes and remove files; idempotent."""
         if self._door is not None:

@@ -232,6 +232,11 @@ class MediaDoor:
             raise
         return AdmittedMedia([item for item, _ in found], [lease for _, lease in found])
 
+    def warm_up(self) -> None:
+        """Start a process in the background, so that the first image does not wait for one."""
+        if self._end.alive:
+            self._threads.submit(self._pool.warm_up)
+
     def close(self) -> None:
         """End the processes and remove the files; idempotent."""
         self._end()
