@@ -18,7 +18,7 @@ from quire.errors import ValidationError
 from quire.media import MediaItem, Prefix
 
 
-class Layout(msgspec.Struct, frozen=True):
+class PlaceholderLayout(msgspec.Struct, frozen=True):
     """Placeholders of one item; fields as in `quire.multimodal.processors.base.Prepared`.
 
     Args:
@@ -41,7 +41,7 @@ class PreparedItem:
     digest: bytes
     kind: str
     path: str
-    layout: Layout
+    layout: PlaceholderLayout
 
 
 @dataclass(frozen=True)
