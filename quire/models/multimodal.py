@@ -155,6 +155,7 @@ WRAPPERS: dict[str, Wrapper] = {
         _translator("M2M100ForConditionalGeneration", "M2M-100, NLLB-200"),
         _translator("MarianMTModel", "OPUS-MT and Tatoeba, by Marian"),
         _translator("MBartForConditionalGeneration", "mBART, mBART-50"),
+        Wrapper("MiniCPMV4_6ForConditionalGeneration", "MiniCPM-V 4.6", ("vision_tower", "merger")),
         Wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2, Magistral, Ministral 3"),
         _translator("MT5ForConditionalGeneration", "mT5", T5_TOKENS),
         Wrapper(

@@ -79,6 +79,11 @@ FAMILIES: dict[str, Family] = {
     "M2M100ForConditionalGeneration": _BART,
     "MarianMTModel": _BART,
     "MBartForConditionalGeneration": _BART,
+    "MiniCPMV4_6ForConditionalGeneration": Family(
+        f"{_PROCESSORS}.minicpmv:MiniCPMVProcessor",
+        f"{_TOWERS}.minicpmv:MiniCPMVTower",
+        images="the whole image, then up to 9 slices in rows, each a run between markers",
+    ),
     "Mistral3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.pixtral:PixtralProcessor",
         f"{_TOWERS}.pixtral:Mistral3Tower",

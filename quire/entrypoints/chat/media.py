@@ -172,7 +172,7 @@ class MediaGate:
         if admitted is None or self._door is None:
             return EncodedChat(chat.encode(tokenizer))
         items = _in_order(chat.media_kinds(), admitted.items)
-        texts = [item.layout.text for item in items]
+        texts = _texts_of(items)
         return self._expanded(chat.with_media(texts).encode(tokenizer), tokenizer, items, admitted)
 
     def _expanded(
@@ -198,14 +198,14 @@ class MediaGate:
         if ids is None:
             pieces = re.split(f"({'|'.join(map(re.escape, markers))})", str(prompt.get("prompt", "")))
             items = _checked_order([markers.index(each) for each in pieces[1::2]], markers, admitted)
-            pieces[1::2] = [item.layout.text for item in items]
+            pieces[1::2] = _texts_of(items)
             return self._expanded(tokenizer.encode("".join(pieces)), tokenizer, items, admitted)
         kinds = {tokenizer.id_of(marker): kind for kind, marker in enumerate(markers)}
         items = _checked_order([kinds[each] for each in ids if each in kinds], markers, admitted)
         encoded: list[int] = []
-        fill = iter(items)
+        fill = iter(_texts_of(items))
         for token_id in ids:
-            text = next(fill).layout.text if token_id in kinds else None
+            text = next(fill) if token_id in kinds else None
             encoded += [token_id] if text is None else tokenizer.encode(text, add_special_tokens=False)
         return self._expanded(encoded, tokenizer, items, admitted)
 
@@ -223,6 +223,18 @@ class MediaGate:
         """End processes and remove files; idempotent."""
         if self._door is not None:
             self._door.close()
+
+
+def _texts_of(items: Sequence[PreparedItem]) -> list[str]:
+    """Return the texts in place of markers, in which some items say their number."""
+    from quire.multimodal.door.layout import NUMBER
+
+    numbers = Counter[str]()
+    texts = []
+    for item in items:
+        texts.append(item.layout.text.replace(NUMBER, str(numbers[item.kind])))
+        numbers[item.kind] += 1
+    return texts
 
 
 def has_data(prompt: Any) -> bool:

@@ -17,6 +17,9 @@ import msgspec
 from quire.errors import ValidationError
 from quire.media import MediaItem, Prefix
 
+NUMBER = "\0"
+"""Stands in the text of an item for its number among those of its kind in the prompt, from 0 on."""
+
 
 class PlaceholderLayout(msgspec.Struct, frozen=True):
     """Placeholders of one item; fields as in `quire.multimodal.processors.base.Prepared`.

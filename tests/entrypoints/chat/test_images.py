@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.tokenizer import Tokenizer
+from quire.entrypoints.chat.media import _texts_of
 from quire.entrypoints.chat.messages import MediaTexts
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
-from quire.multimodal.door.layout import Expansion, MediaTokens, PlaceholderLayout, PreparedItem
+from quire.multimodal.door.layout import NUMBER, Expansion, MediaTokens, PlaceholderLayout, PreparedItem
 
 MARKER = "<|image_pad|>"
 TEXTS = MediaTexts(MARKER, (MARKER, "<break>"))
@@ -225,3 +226,9 @@ def test_several_runs_of_an_item_are_one_item(tokens: Tokenizer) -> None:
     assert (one.start, one.end, one.runs) == (2, 8, [(2, 4), (5, 8)])
     assert (one.grid, one.both_ways, one.num_embeddings) == ((1, 1, 5), True, 5)
     assert tokens.decode(expanded, skip_special_tokens=False) == f"x({MARKER * 2},{MARKER * 3})y"
+
+
+def test_items_that_say_their_number_count_their_kind() -> None:
+    layout = PlaceholderLayout(f"<{NUMBER}>", [])
+    items = [PreparedItem(b"", kind, "", layout) for kind in ("image", "video", "image")]
+    assert _texts_of(items) == ["<0>", "<0>", "<1>"]

@@ -171,6 +171,13 @@ CASES: dict[str, Case] = {
         },
         {"mm_tokens_per_image": 4},
     ),
+    "minicpmv": Case(
+        "MiniCPMV4_6ForConditionalGeneration",
+        _pil("minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
+        {"scale_resolution": 112, "patch_size": 14, "max_slice_nums": 9},
+        processor={"use_image_id": False},
+        ratio=40,
+    ),
     "paligemma": Case(
         "PaliGemmaForConditionalGeneration",
         _pil("siglip", "SiglipImageProcessorPil"),

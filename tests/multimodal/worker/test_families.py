@@ -51,6 +51,9 @@ def joined(pictures: list[Picture]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in pictures[0].arrays if pictures else ():
         arrays = [picture.arrays[name] for picture in pictures]
+        if name == "pixel_values" and "target_sizes" in pictures[0].arrays:
+            found[name] = torch.from_numpy(np.concatenate(arrays, -1))
+            continue
         if name == "pixel_values" and "image_sizes" in pictures[0].arrays and arrays[0].ndim == 4:
             height, width = (max(array.shape[side] for array in arrays) for side in (2, 3))
             padding = [((0, 0), (0, 0), (0, height - a.shape[2]), (0, width - a.shape[3])) for a in arrays]
