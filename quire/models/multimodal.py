@@ -82,10 +82,14 @@ class Wrapper:
     """Key of the language model's config."""
     reads_images: bool = False
     """The encoder, whose config is under `encoder`, reads an image of one size for cross-attention."""
+    of_media: tuple[str, ...] = ()
+    """Keys of the language model that hold for prompts with media only, whose spans say the same."""
 
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
 LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
+    "gemma": WrappedLanguageModel("GemmaForCausalLM", (256000, 3072, 24576, 28, 16, 16, 8192)),
+    "gemma2": WrappedLanguageModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8, 4, 8192)),
     "gemma3_text": WrappedLanguageModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8, 4, 131072)),
     "gemma3n_text": WrappedLanguageModel("Gemma3nForCausalLM"),
     "gemma4_text": WrappedLanguageModel("Gemma4ForCausalLM"),
@@ -158,8 +162,14 @@ WRAPPERS: dict[str, Wrapper] = {
         _translator("M2M100ForConditionalGeneration", "M2M-100, NLLB-200"),
         _translator("MarianMTModel", "OPUS-MT and Tatoeba, by Marian"),
         _translator("MBartForConditionalGeneration", "mBART, mBART-50"),
+        Wrapper("MiniCPMV4_6ForConditionalGeneration", "MiniCPM-V 4.6", ("vision_tower", "merger")),
         Wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2, Magistral, Ministral 3"),
         _translator("MT5ForConditionalGeneration", "mT5", T5_TOKENS),
+        Wrapper(
+            "PaliGemmaForConditionalGeneration",
+            "PaliGemma, PaliGemma 2",
+            of_media=("use_bidirectional_attention",),
+        ),
         _translator("PegasusForConditionalGeneration", "Pegasus"),
         Wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", ("visual",)),
         Wrapper("Qwen2AudioForConditionalGeneration", "Qwen 2 Audio 7B", _HEARING),
@@ -216,6 +226,7 @@ def language_model_of(
     if kind not in LANGUAGE_MODELS:
         raise text.unsupported("model_type", f"one of {', '.join(LANGUAGE_MODELS)}")
     values = _values(config, text, LANGUAGE_MODELS[kind], decides=wrapper.text == TEXT)
+    values = {key: value for key, value in values.items() if key not in wrapper.of_media}
     of_text = {key: value for key, value in overrides.items() if key not in ("architectures", wrapper.text)}
     values = with_overrides(values, of_text)
     alone = JsonObject(text.where, values, refused=config.refused)

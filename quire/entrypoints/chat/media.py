@@ -189,7 +189,7 @@ class MediaGate:
             text = chat.with_media([""] * len(chat.media_kinds())).text
             return self._before_decoder(tokenizer.encode(text, add_special_tokens=False), admitted)
         items = _in_order(chat.media_kinds(), admitted.items)
-        texts = [item.layout.text for item in items]
+        texts = _texts_of(items)
         return self._expanded(chat.with_media(texts).encode(tokenizer), tokenizer, items, admitted)
 
     def _before_decoder(self, token_ids: list[int], admitted: AdmittedMedia) -> EncodedChat:
@@ -234,14 +234,14 @@ class MediaGate:
             known = {marker: kind for kind, marker in markers.items()}
             pieces = re.split(f"({'|'.join(map(re.escape, known))})", str(prompt.get("prompt", "")))
             items = _checked_order([known[each] for each in pieces[1::2]], markers, admitted)
-            pieces[1::2] = [item.layout.text for item in items]
+            pieces[1::2] = _texts_of(items)
             return self._expanded(tokenizer.encode("".join(pieces)), tokenizer, items, admitted)
         kinds = {tokenizer.id_of(marker): kind for kind, marker in markers.items()}
         items = _checked_order([kinds[each] for each in ids if each in kinds], markers, admitted)
         encoded: list[int] = []
-        fill = iter(items)
+        fill = iter(_texts_of(items))
         for token_id in ids:
-            text = next(fill).layout.text if token_id in kinds else None
+            text = next(fill) if token_id in kinds else None
             encoded += [token_id] if text is None else tokenizer.encode(text, add_special_tokens=False)
         return self._expanded(encoded, tokenizer, items, admitted)
 
@@ -250,10 +250,27 @@ class MediaGate:
             raise ValidationError(f"{where} has media, which cannot be taken: {self._reason}", param=where)
         return self._door
 
+    def warm_up(self) -> None:
+        """Prepare for the first image, in the background."""
+        if self._door is not None:
+            self._door.warm_up()
+
     def close(self) -> None:
         """End processes and remove files; idempotent."""
         if self._door is not None:
             self._door.close()
+
+
+def _texts_of(items: Sequence[PreparedItem]) -> list[str]:
+    """Return the texts in place of markers, in which some items say their number."""
+    from quire.multimodal.door.layout import NUMBER
+
+    numbers = Counter[str]()
+    texts = []
+    for item in items:
+        texts.append(item.layout.text.replace(NUMBER, str(numbers[item.kind])))
+        numbers[item.kind] += 1
+    return texts
 
 
 def has_data(prompt: Any) -> bool:

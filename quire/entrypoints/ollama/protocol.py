@@ -17,6 +17,7 @@ from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES
 from quire.entrypoints.ollama.options import OPTIONS_OBJECT
 from quire.entrypoints.openai.parsing import INNER, FieldRules
 from quire.entrypoints.openai.protocol import shapes
+from quire.entrypoints.openai.protocol.media_shapes import of_media
 from quire.entrypoints.openai.protocol.relations import asks_nothing, either, has, is_true
 from quire.entrypoints.openai.protocol.requests import Objects, RequestModel
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob, Usage
@@ -40,7 +41,7 @@ FORMAT = any_of(enum("json", "", None), {"type": "object"})
 CALLS = array(object_of({"function": shapes.CALLED}, {"id": shapes.TEXT}))
 MESSAGE_FIELDS = {
     "content": shapes.CONTENT,
-    "images": _NOTHING,
+    "images": any_of(_NOTHING, of_media(array({**shapes.TEXT, "minLength": 1}))),
     "thinking": shapes.TEXT,
     "tool_name": shapes.TEXT,
     "name": shapes.TEXT,

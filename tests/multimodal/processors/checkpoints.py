@@ -75,7 +75,11 @@ CASES: dict[str, Case] = {
     "trocr": Case(
         "VisionEncoderDecoderModel",
         _pil("vit", "ViTImageProcessorPil"),
-        {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}, "do_convert_rgb": True},
+        {
+            "image_processor_type": "ViTImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "do_convert_rgb": True,
+        },
         _TROCR,
     ),
     "trocr-small": Case(
@@ -94,7 +98,14 @@ CASES: dict[str, Case] = {
             "VisionEncoderDecoderModel",
             _pil("donut", "DonutImageProcessorPil"),
             {"size": {"height": 40, "width": 56}, "do_convert_rgb": True, **options},
-            {"encoder": {"model_type": "donut-swin", "image_size": [40, 56], "depths": [1, 1], "num_heads": [1, 1]}},
+            {
+                "encoder": {
+                    "model_type": "donut-swin",
+                    "image_size": [40, 56],
+                    "depths": [1, 1],
+                    "num_heads": [1, 1],
+                }
+            },
             ratio=40,
         )
         for name, options in (("", {}), ("-turned", {"do_align_long_axis": True, "resample": 3}))
@@ -187,6 +198,35 @@ CASES: dict[str, Case] = {
         _pil("gemma3", "Gemma3ImageProcessorPil"),
         {"size": {"height": 56, "width": 56}, "do_convert_rgb": True},
         {"mm_tokens_per_image": 4},
+    ),
+    "gemma3-crops": Case(
+        "Gemma3ForConditionalGeneration",
+        _pil("gemma3", "Gemma3ImageProcessorPil"),
+        {
+            "size": {"height": 56, "width": 56},
+            "do_pan_and_scan": True,
+            "pan_and_scan_min_crop_size": 40,
+            "pan_and_scan_max_num_crops": 4,
+            "pan_and_scan_min_ratio_to_activate": 1.2,
+        },
+        {"mm_tokens_per_image": 4},
+    ),
+    "minicpmv": Case(
+        "MiniCPMV4_6ForConditionalGeneration",
+        _pil("minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
+        {"scale_resolution": 112, "patch_size": 14, "max_slice_nums": 9},
+        processor={"use_image_id": False},
+        ratio=40,
+    ),
+    "paligemma": Case(
+        "PaliGemmaForConditionalGeneration",
+        _pil("siglip", "SiglipImageProcessorPil"),
+        {
+            "image_processor_type": "SiglipImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "image_seq_length": 16,
+        },
+        {"vision_config": {"image_size": 56, "patch_size": 14}},
     ),
     "smolvlm": Case(
         "SmolVLMForConditionalGeneration",
