@@ -12,9 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from quire.errors import ModelLoadError
 from quire.models.gguf.model import SUFFIX, is_first_part, part_names, part_paths
+
+if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
 
 # No pickled weights and no code: only files that quire reads.
 _WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
@@ -47,14 +51,66 @@ class HubModel:
         has_weights = any(directory.glob("*.safetensors"))
         return directory if has_weights or not self._ggufs() else self._gguf("")
 
+    def blobs(self) -> Path:
+        """Return the directory of its files in the cache, which may not exist yet."""
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        return Path(self.cache_dir or HF_HUB_CACHE) / f"models--{self.id.replace('/', '--')}" / "blobs"
+
+    def size(self) -> tuple[int, int]:
+        """Return the bytes of the files that `find` needs, and of those of them that are not in the cache.
+
+        Both are 0 if Hugging Face cannot be asked.
+
+        Raises:
+            ModelLoadError: as `find`.
+        """
+        from huggingface_hub import errors
+
+        patterns = _WANTED_FILES if self.gguf is None else self._gguf_patterns(self.gguf)
+        with self._explained():
+            try:
+                infos = self._planned(patterns)
+                has_weights = any(info.filename.endswith(".safetensors") for info in infos)
+                if self.gguf is None and not has_weights and self._ggufs():
+                    infos = self._planned(self._gguf_patterns(""))
+            except errors.DryRunError:
+                return 0, 0
+        sizes = [(info.file_size or 0, info.will_download) for info in infos]
+        return sum(size for size, _ in sizes), sum(size for size, is_missing in sizes if is_missing)
+
+    def _planned(self, patterns: Sequence[str]) -> list[DryRunFileInfo]:
+        """Return what a download of the files of these patterns would do. Raises as Hugging Face's library does."""
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(
+            self.id,
+            revision=self.revision,
+            cache_dir=self.cache_dir,
+            allow_patterns=list(patterns),
+            dry_run=True,
+        )
+
+    def _gguf_patterns(self, wanted: str) -> list[str]:
+        return [escape(part) for part in part_names(self._gguf_name(wanted))]
+
     def _gguf(self, wanted: str) -> Path:
+        found = self._gguf_name(wanted)
+        directory = self._snapshot([escape(part) for part in part_names(found)])
+        return part_paths(directory / found)[0]
+
+    def _gguf_name(self, wanted: str) -> str:
+        """Return the name of the GGUF model, or of its first file.
+
+        Raises:
+            ModelLoadError: there is not exactly one.
+        """
         there = self._ggufs()
         found = [name for name in there if wanted == name or wanted == PurePosixPath(name).name]
         found = found or [name for name in there if _is_quantized_as(name, wanted)]
         if len(found) != 1:
             raise ModelLoadError(f"{self.id} has {_how_many(found, wanted)}: {self._choice(found or there)}")
-        directory = self._snapshot([escape(part) for part in part_names(found[0])])
-        return part_paths(directory / found[0])[0]
+        return found[0]
 
     def _choice(self, names: Sequence[str]) -> str:
         if not names:
@@ -65,18 +121,11 @@ class HubModel:
 
     def _ggufs(self) -> list[str]:
         """Return the GGUF models of the repository, or of the cache; the first file of a split one."""
-        from huggingface_hub import errors, snapshot_download
+        from huggingface_hub import errors
 
         with self._explained():
             try:
-                infos = snapshot_download(
-                    self.id,
-                    revision=self.revision,
-                    cache_dir=self.cache_dir,
-                    allow_patterns=[f"*{SUFFIX}"],
-                    dry_run=True,
-                )
-                names = [info.filename for info in infos]
+                names = [info.filename for info in self._planned([f"*{SUFFIX}"])]
             except errors.DryRunError:
                 directory = self._snapshot([])
                 names = [path.relative_to(directory).as_posix() for path in directory.rglob(f"*{SUFFIX}")]

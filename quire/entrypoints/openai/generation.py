@@ -172,7 +172,7 @@ class UsageMeter:
 
     Args:
         prompt_lengths: tokens of each prompt, known before the first output.
-        media_tokens: number of tokens of the prompts in whose place an "image" or a "video" is.
+        media_tokens: number of tokens of the prompts in whose place an "image", a "video" or an "audio" is.
     """
 
     def __init__(
@@ -217,6 +217,7 @@ class UsageMeter:
                 sum(one.num_stored_tokens for one in latest.values()) or UNSET,
                 self._media_tokens.get("image") or UNSET,
                 self._media_tokens.get("video") or UNSET,
+                self._media_tokens.get("audio") or UNSET,
             ),
             completion_tokens_details=self._completion_details(),
         )
