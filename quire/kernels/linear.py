@@ -71,9 +71,9 @@ class WeightScheme:
     is quantized to scales and minimums in blocks (`formats.scaling`) if `two_level`.
 
     On CPUs with `fast`, integers are multiplied with activations quantized to 8 bits, with a scale per token and 64 or
-    32 values of k (see `ops.packed_linear`), and bfloat16 with activations rounded to bfloat16; otherwise weights
-    are widened and activations stay float32. `vendor` and `invariant` are for GPUs: fp8 matmuls may use the vendor's library; a row's
-    results have the same bits in every batch, which on a CPU is always so.
+    32 values of k (see `ops.packed_linear`), and bfloat16 with activations rounded to bfloat16; otherwise weights are
+    widened and activations stay float32. `vendor` and `invariant` are for GPUs: fp8 matmuls may use the vendor's
+    library; a row's results have the same bits in every batch, which on a CPU is always so.
     """
 
     kind: str = "float"
