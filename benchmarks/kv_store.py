@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from quire.kv_store.disk.segment import PAGE, Layout
+from quire.kv_store.disk.segment import PAGE, SegmentLayout
 from quire.kv_store.disk.store import DiskStore, open_disk_store
 from quire.kv_store.row_store import NAME_BYTES, Namespace, Row
 
@@ -44,7 +44,7 @@ class Bench:
             for start in range(0, num_rows, CHAIN)
         ]
         self.plain = directory / "plain"
-        self.stride = Layout("0" * 32, self.row_bytes).stride
+        self.stride = SegmentLayout("0" * 32, self.row_bytes).stride
 
     def open(self, key: bytes | None = None) -> DiskStore:
         return open_disk_store(self.directory / "store", self.namespace, self.max_bytes, key)

@@ -28,7 +28,7 @@ from quire.sampling_extras import (
     checked_bad_words_token_ids,
     checked_repetition_detection,
 )
-from quire.structured_output.params import StructuredOutputsParams, checked_structured_outputs
+from quire.structured_outputs_params import StructuredOutputsParams, checked_structured_outputs
 from quire.vllm_names.imports import attributes_of
 from quire.vllm_names.parameters import KeywordCheck
 

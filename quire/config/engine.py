@@ -89,6 +89,21 @@ class EngineConfig:
         return replace(self, torch_device=name, draft=draft)
 
     @property
+    def serves_adapters(self) -> bool:
+        """True if requests may name adapters."""
+        return self.lora.enable_lora
+
+    @property
+    def max_adapters(self) -> int:
+        """Most different adapters of one step; 0: none are served."""
+        return self.lora.max_loras if self.lora.enable_lora else 0
+
+    @property
+    def num_kept_adapters(self) -> int:
+        """Most adapters in the host's memory."""
+        return self.lora.num_kept
+
+    @property
     def max_added_tokens(self) -> int:
         """Tokens that an adapter may add to the vocabulary; 0 with a draft model, which could not read them."""
         knows_all = self.draft is None and self.pooling is None

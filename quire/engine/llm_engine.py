@@ -19,6 +19,7 @@ from quire.engine.client import HeldInterrupts, closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, decode_explanations
 from quire.engine.messages import CoreReady
 from quire.engine.replicas.configs import replica_configs
+from quire.engine.sleep_state import check_level, check_mode, check_tags
 from quire.engine.startup import prepare
 from quire.errors import ConflictError, EngineDeadError, QuireError, ValidationError
 from quire.inputs import PromptType
@@ -27,7 +28,6 @@ from quire.metrics.stats import StatLogger
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.explain import Explanation
-from quire.sleep.modes import check_level, check_mode, check_tags
 from quire.vllm_names.members import missing_member
 
 T = TypeVar("T")

@@ -34,7 +34,7 @@ from quire.engine.added_tokens import read_settings
 from quire.engine.tokenizer_files import (
     DEFAULT_TEMPLATE,
     TOKENIZER_NAME,
-    Template,
+    SpecialTokenTemplate,
     TextPlace,
     TokenBytes,
     converted_backend,
@@ -266,12 +266,12 @@ class Tokenizer:
         return ids
 
     @functools.cached_property
-    def text_template(self) -> Template:
+    def text_template(self) -> SpecialTokenTemplate:
         """Special tokens that `encode` puts around a text."""
         return read_template(self._backend, 1)
 
     @functools.cached_property
-    def pair_template(self) -> Template:
+    def pair_template(self) -> SpecialTokenTemplate:
         """Special tokens around and between two texts that the model reads as one."""
         return read_template(self._backend, 2)
 

@@ -21,7 +21,7 @@ from quire.entrypoints.chat.media import PROMPT_FIELDS, OfflineMedia, has_data
 from quire.entrypoints.chat.template import RenderedChat
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.entrypoints.offline import OfflineRequest, as_prompts, each_with, per_prompt
-from quire.entrypoints.offline_chat import Chat, ChatOptions, compose_chat
+from quire.entrypoints.offline_chat import ChatOptions, OfflineChat, compose_chat
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import EngineError, ValidationError
 from quire.inputs import ChatMessage, PromptType
@@ -223,8 +223,8 @@ class LLM(OfflinePooling):
             for (messages, params), adapter in each_with("lora_request", lora_request, rows)
         )
 
-    def _answer_each(self, chats: Iterable[Chat]) -> Iterator[tuple[int, RequestOutput]]:
-        in_flight: dict[int, Chat] = {}
+    def _answer_each(self, chats: Iterable[OfflineChat]) -> Iterator[tuple[int, RequestOutput]]:
+        in_flight: dict[int, OfflineChat] = {}
 
         def requests() -> Iterator[OfflineRequest]:
             for index, chat in enumerate(chats):
@@ -237,7 +237,7 @@ class LLM(OfflinePooling):
 
     def _chat_composer(
         self, options: ChatOptions
-    ) -> Callable[[Sequence[ChatMessage], SamplingParams, LoRARequest | None], Chat]:
+    ) -> Callable[[Sequence[ChatMessage], SamplingParams, LoRARequest | None], OfflineChat]:
         """Return a function that renders a conversation.
 
         Raises:
@@ -247,7 +247,7 @@ class LLM(OfflinePooling):
 
         def compose(
             messages: Sequence[ChatMessage], params: SamplingParams, adapter: LoRARequest | None
-        ) -> Chat:
+        ) -> OfflineChat:
             form = self._form(adapter, options.template, schemas)
             taken = self._media.admit(messages, options.mm_processor_kwargs)
 

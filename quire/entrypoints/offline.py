@@ -20,7 +20,7 @@ from quire.errors import ValidationError
 from quire.inputs import PromptType
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
-from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.sampling_params import SamplingParams
 from quire.vllm_names.members import missing_member
 

@@ -15,8 +15,8 @@ from typing import Protocol
 
 import msgspec
 
+from quire.adapters import name_in
 from quire.kv_cache.hashing import HASH_BYTES, BlockHash, ExtraKeys
-from quire.lora_request import name_in
 
 DEVICE = "GPU"  # Medium of the blocks used for computing, on any device; vLLM's name.
 HOST = "CPU"  # Medium of the host tier.

@@ -35,7 +35,7 @@ class ExtraKeys(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         cache_salt: scope of sharing; no default, so that callers must decide (None: shared by all).
-        adapter: key of the LoRA adapter, which changes every key and value.
+        adapter: key of the adapter, which changes every key and value.
         media: in order of position, without overlaps.
     """
 

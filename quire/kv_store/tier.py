@@ -27,7 +27,7 @@ from quire.engine.step_loop import Clock
 from quire.executor.base import Executor
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.rows import RowResult
-from quire.kv_store.jobs import Job, RowJobs, can_go_on
+from quire.kv_store.jobs import RowJobs, RowsJob, can_go_on
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import RequestUpdate, SchedulerStats, StoreStats
@@ -64,7 +64,7 @@ class Waiting:
     keys: list[BlockHash]
     lookup: Future[RowResult] | None
     until: float
-    jobs: set[Job] = field(default_factory=set)
+    jobs: set[RowsJob] = field(default_factory=set)
 
 
 class StoreTier(CoreFeature):
@@ -188,7 +188,7 @@ class StoreTier(CoreFeature):
         shared = set(load.shared)
         waiting.jobs = {job for job in self._jobs if job.action == "load" and not shared.isdisjoint(job.keys)}
         if load.transfers:
-            job = Job("load", load.transfers, self._scheduler.num_steps)
+            job = RowsJob("load", load.transfers, self._scheduler.num_steps)
             self._jobs.add(job)
             waiting.jobs.add(job)
         waiting.until = self._clock() + min(max(computing_s, LEAST_WAIT_S), MOST_WAIT_S)
@@ -253,7 +253,7 @@ class StoreTier(CoreFeature):
         )
         self._stats.num_unsaved += len(new) - len(transfers)
         if transfers:
-            self._jobs.add(Job("save", transfers, self._scheduler.num_steps + 1))
+            self._jobs.add(RowsJob("save", transfers, self._scheduler.num_steps + 1))
 
     def _forget(self, keys: list[BlockHash]) -> None:
         """Remove content that proved wrong, also where it is on its way."""
@@ -274,7 +274,7 @@ class StoreTier(CoreFeature):
         if self._unsaved is None:
             self._jobs.forgive()
 
-    def _note_moved(self, job: Job, num_rows: int) -> None:
+    def _note_moved(self, job: RowsJob, num_rows: int) -> None:
         if job.action == "save":
             self._stats.num_saved += num_rows
             self._stats.num_unsaved += len(job.transfers) - num_rows

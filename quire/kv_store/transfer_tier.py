@@ -31,7 +31,7 @@ from quire.executor.base import Executor
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.rows import OFFERS, RowResult
 from quire.kv_store import tier
-from quire.kv_store.jobs import Job, RowJobs, can_go_on
+from quire.kv_store.jobs import RowJobs, RowsJob, can_go_on
 from quire.kv_transfer_params import KVOffer, KVTransfer
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
@@ -60,7 +60,7 @@ class Pull:
     lookup: Future[RowResult] | None
     until: float
     renew_at: float
-    jobs: set[Job] = field(default_factory=set)
+    jobs: set[RowsJob] = field(default_factory=set)
     is_short: bool = False
 
 
@@ -72,7 +72,7 @@ class Offer:
     keys: list[BlockHash]
     todo: list[BlockHash]
     kept: set[BlockHash] = field(default_factory=set)
-    jobs: set[Job] = field(default_factory=set)
+    jobs: set[RowsJob] = field(default_factory=set)
     last: RequestUpdate | None = None
     until: float = 0.0
     retry_at: float = 0.0
@@ -233,7 +233,7 @@ class TransferTier(CoreFeature):
         shared = set(load.shared)
         pull.jobs = {job for job in self._jobs if job.action == "load" and not shared.isdisjoint(job.keys)}
         if load.transfers:
-            job = Job("load", load.transfers, self._scheduler.num_steps, pull.source.place)
+            job = RowsJob("load", load.transfers, self._scheduler.num_steps, pull.source.place)
             self._jobs.add(job)
             pull.jobs.add(job)
         self._ranges[pull.request_id] = (load.start, load.end)
@@ -303,7 +303,7 @@ class TransferTier(CoreFeature):
         offer.retry_at = self._clock() + tier.POLL_S
         if transfers:
             lease = offer.lease.encode()
-            job = Job("save", transfers, self._scheduler.num_steps + 1, OFFERS, lease)
+            job = RowsJob("save", transfers, self._scheduler.num_steps + 1, OFFERS, lease)
             self._jobs.add(job)
             offer.jobs.add(job)
 
@@ -385,7 +385,7 @@ class TransferTier(CoreFeature):
             self._withdraw(offer)
         self._jobs.forgive()
 
-    def _note_loaded(self, job: Job, result: RowResult, moved: list[bool]) -> None:
+    def _note_loaded(self, job: RowsJob, result: RowResult, moved: list[bool]) -> None:
         self._stats.num_pulled += sum(moved)
         for pull in self._pulls:
             if job in pull.jobs:

@@ -15,12 +15,13 @@ from math import sqrt
 from pathlib import Path
 
 from quire.config import ASSETS
-from quire.errors import ModelLoadError
+from quire.errors import ModelLoadError, ValidationError
+from quire.lora_request import LoRARequest
+from quire.models.checkpoint_files import TEMPLATE_FOLDER
 from quire.models.fingerprint import files_fingerprint
 from quire.models.json_object import JsonObject, read_json_object
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
-TEMPLATES_NAME = "additional_chat_templates"
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -28,7 +29,7 @@ TEXT_FILES = (
     "added_tokens.json",
     "chat_template.json",
     "chat_template.jinja",
-    TEMPLATES_NAME,
+    TEMPLATE_FOLDER,
 )
 """Tokenizer and chat template files that an adapter may have."""
 BUNDLED_ADAPTERS = ("quire-demo-pirate", "quire-demo-json")
@@ -48,6 +49,25 @@ def adapter_fingerprint(directory: Path) -> str:
     paths = (directory / name for name in (CONFIG_NAME, WEIGHTS_NAME, *TEXT_FILES))
     files = [path for path in paths if path.is_file()]
     return files_fingerprint(files).hex() if files else ""
+
+
+def adapter_request(name: str, number: int, path: str) -> LoRARequest:
+    """Return the request for an adapter as it is on disk now: with an absolute path and a fingerprint of its files.
+
+    Raises:
+        ValidationError: the path is relative and the working directory was deleted, or the path cannot be read.
+    """
+    try:
+        directory = directory_of(path).absolute()
+        fingerprint = adapter_fingerprint(directory)
+    except FileNotFoundError:
+        raise ValidationError(
+            "lora_path is relative to the server's working directory, which was deleted; give an absolute path",
+            param="lora_path",
+        ) from None
+    except OSError as error:  # a name too long, a directory of another user
+        raise ValidationError(f"lora_path cannot be read: {error.strerror}", param="lora_path") from None
+    return LoRARequest(name, number, str(directory), fingerprint)
 
 
 MAX_FILE_RANK = 4096

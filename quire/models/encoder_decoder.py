@@ -34,7 +34,7 @@ from quire.layers.linear import Linear, QKVLinear, UnbiasedKeyQKVLinear
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import block_norm
 from quire.layers.relative_bias import RelativeBias
-from quire.layers.shard import Span
+from quire.layers.shard import ShardSpan
 from quire.layers.slot import Slot, TensorPart
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
@@ -267,7 +267,7 @@ def _projection(config: EngineConfig, name: str, bias: bool, *, partition: str =
         dtype=model_dtype(config),
         name=name,
         partition="input" if is_out else "output",
-        spans=() if is_out else (Span(arch.num_heads, arch.head_dim),),
+        spans=() if is_out else (ShardSpan(arch.num_heads, arch.head_dim),),
     )
 
 

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from quire.adapters import AdapterRequest
 from quire.kv_transfer_params import KVOffer
-from quire.lora_request import LoRARequest
 from quire.media import MediaItem
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
@@ -45,7 +45,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     second_text_start: int | None = None
     instruction_length: int | None = None
     owner: tuple[str, str | None] = ("", None)
-    lora_request: LoRARequest | None = None
+    lora_request: AdapterRequest | None = None
     media: list[MediaItem] = []
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
+from quire.adapters import AdapterRequest
 from quire.kv_cache.hashing import BlockHash, extra_keys
-from quire.lora_request import LoRARequest
 from quire.media import MediaItem
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
@@ -130,7 +130,7 @@ class Request:
         beam: int = 0,
         second_text_start: int | None = None,
         instruction_length: int | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
         media: Sequence[MediaItem] = (),
     ) -> None:
         self.request_id = request_id

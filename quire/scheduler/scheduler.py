@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import structs
 
+from quire.adapters import name_in
 from quire.config import EngineConfig
 from quire.errors import EngineError, ValidationError
 from quire.kv_cache.events import KVCacheEvent
@@ -28,7 +29,6 @@ from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixLoad
 from quire.kv_cache.spec import KVCacheConfig
 from quire.kv_cache.transfers import CacheWatch, Transfer
-from quire.lora_request import name_in
 from quire.media import check_media
 from quire.plugins import import_subclass
 from quire.sampling_extras import RepetitionDetectionParams
@@ -229,7 +229,7 @@ class Scheduler:
         )
         policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
         self._queues = RequestQueues(policy, self._kv)
-        self._max_adapters = config.lora.max_loras if config.lora.enable_lora else 0
+        self._max_adapters = config.max_adapters
         limits = config.scheduler
         self._max_num_batched_tokens = limits.max_num_batched_tokens
         self._rounds = RoundLimit(most_rounds(limits.num_scheduler_steps, kv_config), limits.max_multi_step_s)

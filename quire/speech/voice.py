@@ -117,26 +117,26 @@ def _sigmoid(x: Floats) -> Floats:
     return np.asarray(0.5 * (1.0 + np.tanh(0.5 * x)), dtype=np.float32)
 
 
-class Span(NamedTuple):
+class SpeechSpan(NamedTuple):
     """Samples [start, end) with speech."""
 
     start: int
     end: int
 
 
-def spans_of(probabilities: Iterator[Floats], num_samples: int) -> Iterator[Span]:
+def spans_of(probabilities: Iterator[Floats], num_samples: int) -> Iterator[SpeechSpan]:
     """Yield the spans with speech, from the probabilities of chunks.
 
     Speech begins above 0.5 and ends with a second below 0.35. Spans under a quarter of a second are dropped, the others
     are widened by 0.4 s, and joined where they meet then.
     """
-    last: Span | None = None
+    last: SpeechSpan | None = None
     for span in _raw_spans(probabilities):
         if span.end - span.start < MIN_SPEECH:
             continue
-        wide = Span(max(0, span.start - PADDING), min(num_samples, span.end + PADDING))
+        wide = SpeechSpan(max(0, span.start - PADDING), min(num_samples, span.end + PADDING))
         if last is not None and wide.start <= last.end:
-            last = Span(last.start, wide.end)
+            last = SpeechSpan(last.start, wide.end)
             continue
         if last is not None:
             yield last
@@ -145,7 +145,7 @@ def spans_of(probabilities: Iterator[Floats], num_samples: int) -> Iterator[Span
         yield last
 
 
-def _raw_spans(probabilities: Iterator[Floats]) -> Iterator[Span]:
+def _raw_spans(probabilities: Iterator[Floats]) -> Iterator[SpeechSpan]:
     start: int | None = None
     end = chunk_start = 0
     for probability in (float(one) for block in probabilities for one in block):
@@ -153,19 +153,19 @@ def _raw_spans(probabilities: Iterator[Floats]) -> Iterator[Span]:
             start = chunk_start if start is None else start
             end = chunk_start + CHUNK
         elif start is not None and chunk_start + CHUNK - end >= MIN_SILENCE:
-            yield Span(start, end)
+            yield SpeechSpan(start, end)
             start = None
         chunk_start += CHUNK
     if start is not None:
-        yield Span(start, end)
+        yield SpeechSpan(start, end)
 
 
 def voiced_windows(sound: PcmFile, window_samples: int, detector: VoiceDetector) -> Iterator[Window]:
     """Yield windows of at most `window_samples` that cover all speech, cut in pauses, and in a long speech's quiet."""
-    open_at: Span | None = None
+    open_at: SpeechSpan | None = None
     for span in spans_of(detector.probabilities(sound), sound.num_samples):
         if open_at is not None and span.end - open_at.start <= window_samples:
-            open_at = Span(open_at.start, span.end)
+            open_at = SpeechSpan(open_at.start, span.end)
             continue
         if open_at is not None:
             yield from windows_of(sound, window_samples, *open_at)

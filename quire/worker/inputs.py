@@ -185,7 +185,7 @@ def _adapter_rows(batch: InputBatch, layout: StepLayout) -> Tensor | None:
 
 
 def gather_adapter_slots(batch: InputBatch, layout: StepLayout) -> NDArray[np.int32] | None:
-    """Return [T] LoRA slots of the tokens, negative for none; None: no token of the step has an adapter."""
+    """Return [T] adapter slots of the tokens, negative for none; None: no token of the step has an adapter."""
     slots = None if batch.adapters is None else batch.adapters.slots_of(layout.rows)
     if slots is None or layout.is_one_token_each:
         return slots

@@ -55,7 +55,7 @@ class MediaEncoder(EmbeddingSource, Protocol):
         """Drop embeddings, and work on items that is not done; unknown digests are ignored."""
 
 
-class Layout(Protocol):
+class StepTokens(Protocol):
     """Tokens of a step; see `quire.worker.inputs.StepLayout`."""
 
     @property
@@ -254,7 +254,7 @@ class MediaBatch:
             self._encoded_lens[row] = 0
         self._rows.pop(row, None)
 
-    def are_in(self, layout: Layout) -> bool:
+    def are_in(self, layout: StepTokens) -> bool:
         """Return whether media determine anything of a step; if not, it is as without them but for the deltas."""
         return self._encodes_any_length or any(
             start < self._rows[row].end
@@ -262,14 +262,14 @@ class MediaBatch:
             if row in self._rows
         )
 
-    def gather(self, layout: Layout) -> StepMedia | None:
+    def gather(self, layout: StepTokens) -> StepMedia | None:
         """Return what media add to a step, on the host; None: nothing."""
         if not self._rows or not self.are_in(layout):
             return None
         lens = None if self._encoded_lens is None else torch.from_numpy(self._encoded_lens[layout.rows])
         return StepMedia(self._media_rows(layout), self._rope(layout), self._last_seen(layout), lens)
 
-    def _media_rows(self, layout: Layout) -> MediaRows | None:
+    def _media_rows(self, layout: StepTokens) -> MediaRows | None:
         """Return the embeddings of a step's tokens; values of items without DeepStack count as 0 there."""
         rows: list[Positions] = []
         parts: list[tuple[Embeddings, slice]] = []
@@ -302,7 +302,7 @@ class MediaBatch:
 
         return tuple(map(of_layer, range(self._num_deepstack)))
 
-    def _rope(self, layout: Layout) -> Tensor | None:
+    def _rope(self, layout: StepTokens) -> Tensor | None:
         if not self._has_axes:
             return None
         found: Positions = np.empty((AXES, int(layout.query_start_loc[-1])), dtype=np.int64)
@@ -314,7 +314,7 @@ class MediaBatch:
                 found[:, at : at + known.shape[1]] = known
         return torch.from_numpy(found)
 
-    def _last_seen(self, layout: Layout) -> Tensor | None:
+    def _last_seen(self, layout: StepTokens) -> Tensor | None:
         """Return what rows see if some see more than the positions up to their own."""
         found: NDArray[np.int32] = np.empty(int(layout.query_start_loc[-1]), dtype=np.int32)
         sees_ahead = False
@@ -329,7 +329,7 @@ class MediaBatch:
         return torch.from_numpy(found) if sees_ahead else None
 
 
-def _requests(layout: Layout) -> zip[tuple[int, int, int, int]]:
+def _requests(layout: StepTokens) -> zip[tuple[int, int, int, int]]:
     """Return (row, first position, end, index of the first token) of each request of a step."""
     bounds = (layout.rows, layout.starts, layout.ends, layout.query_start_loc[:-1])
     return zip(*(each.tolist() for each in bounds), strict=True)

@@ -22,10 +22,10 @@ from quire.entrypoints.ollama.protocol import (
     WITHOUT_EFFECT,
     Details,
     ListedModel,
-    ModelList,
+    OllamaModelList,
+    OllamaVersion,
     ShownModel,
     ShowRequest,
-    Version,
 )
 from quire.entrypoints.ollama.writer import now
 from quire.entrypoints.openai.errors import json_response
@@ -39,10 +39,16 @@ from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.entrypoints.openai.translation import given, note_ignored
 from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
-from quire.pooling.inputs import WHOLE_CONTEXT, TextOptions
 from quire.pooling.server.protocol import MAX_INPUTS, Numbers, PromptUsage, encoded, reply_of
-from quire.pooling.server.run import Found, Job, cuts_by_default, embed_each, renamed_param, reply_fields
-from quire.pooling_params import EMBED, PoolingParams
+from quire.pooling.server.run import (
+    Found,
+    PoolingJob,
+    cuts_by_default,
+    embed_each,
+    renamed_param,
+    reply_fields,
+)
+from quire.pooling_params import EMBED, WHOLE_CONTEXT, PoolingParams, TextOptions
 
 router = APIRouter()
 embed_router = APIRouter()
@@ -54,15 +60,15 @@ _TEXT = {**TEXT, "minLength": 1}
 
 
 @router.get("/api/tags")
-@describe(Operation(reply=ModelList))
+@describe(Operation(reply=OllamaModelList))
 async def tags(request: Request) -> Response:
     """List the names under which the model is served."""
     server = server_of(request)
-    return json_response(ModelList([_listed(server, name) for name in server.served_names]))
+    return json_response(OllamaModelList([_listed(server, name) for name in server.served_names]))
 
 
 @router.get("/api/ps")
-@describe(Operation(reply=ModelList))
+@describe(Operation(reply=OllamaModelList))
 async def loaded(request: Request) -> Response:
     """List the same names: the model is loaded as long as the server runs."""
     server = server_of(request)
@@ -70,14 +76,14 @@ async def loaded(request: Request) -> Response:
     for model in models:
         model.expires_at, model.size_vram = FOREVER, 0
         model.context_length = server.engine.config.model.max_model_len
-    return json_response(ModelList(models))
+    return json_response(OllamaModelList(models))
 
 
 @router.get("/api/version")
-@describe(Operation(reply=Version))
+@describe(Operation(reply=OllamaVersion))
 async def version() -> Response:
     """Return the implemented version of Ollama's API, and quire's version."""
-    return json_response(Version(OLLAMA_VERSION, __version__))
+    return json_response(OllamaVersion(OLLAMA_VERSION, __version__))
 
 
 @router.post("/api/show")
@@ -239,7 +245,7 @@ async def _embedded(
     body.model = served_name(server_of(request), name)
     sent = [name for name, value in (body.options or {}).items() if value is not None]
     note_ignored(body, [*given(body, WITHOUT_EFFECT), *paths_of(sent)])
-    job = Job.of(request, body, "ollama-")
+    job = PoolingJob.of(request, body, "ollama-")
     body.model = name
     params = job.inputs.validated(params)
     if not texts:

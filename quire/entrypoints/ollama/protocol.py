@@ -124,14 +124,14 @@ class CalledFunction(msgspec.Struct):
     arguments: msgspec.Raw
 
 
-class Call(msgspec.Struct):
+class OllamaCall(msgspec.Struct):
     id: str
     function: CalledFunction
 
 
 class TurnMessage(msgspec.Struct):
     content: str
-    tool_calls: list[Call] | UnsetType = UNSET
+    tool_calls: list[OllamaCall] | UnsetType = UNSET
     role: str = "assistant"
     thinking: str | UnsetType = UNSET
 
@@ -184,7 +184,7 @@ class ListedModel(msgspec.Struct, kw_only=True):
     context_length: int | UnsetType = UNSET
 
 
-class ModelList(msgspec.Struct):
+class OllamaModelList(msgspec.Struct):
     models: list[ListedModel]
 
 
@@ -198,7 +198,7 @@ class ShownModel(msgspec.Struct):
     modified_at: str
 
 
-class Version(msgspec.Struct):
+class OllamaVersion(msgspec.Struct):
     """`version` is the implemented version of Ollama's API."""
 
     version: str

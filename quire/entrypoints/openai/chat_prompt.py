@@ -111,7 +111,7 @@ class ChatPrompt:
 
 
 @dataclass(frozen=True)
-class TextPrompt:
+class RawTextPrompt:
     """Raw text to continue instead of a conversation; with `suffix`, fill-in-the-middle."""
 
     text: str
@@ -119,7 +119,7 @@ class TextPrompt:
 
 
 async def text_prompt(
-    server: ServerState, form: TextForm, fields: ChatFields, prompt: TextPrompt
+    server: ServerState, form: TextForm, fields: ChatFields, prompt: RawTextPrompt
 ) -> ChatPrompt:
     """Tokenize a raw text off the event loop.
 

@@ -16,7 +16,6 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.beam_search.routes import beam_search_params
 from quire.engine.queue_limits import QueueReservation
 from quire.entrypoints.openai.errors import own_id_of
 from quire.entrypoints.openai.generation import (
@@ -34,7 +33,13 @@ from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.prompts import MAX_SEQUENCES, completion_prompts, num_sequences
 from quire.entrypoints.openai.protocol.requests import CompletionRequest
 from quire.entrypoints.openai.protocol.responses import Completion, CompletionChoice, PromptPosition
-from quire.entrypoints.openai.sampling import check_ranking, completion_params, is_ranked, note_max_tokens
+from quire.entrypoints.openai.sampling import (
+    check_ranking,
+    completion_params,
+    is_ranked,
+    note_max_tokens,
+    search_params,
+)
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.streaming import frame, respond
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
@@ -87,7 +92,7 @@ class CompletionAnswer:
         defaults, detokenize = engine.input_processor.default_sampling_params, engine.tokenizer is not None
         if request.suffix and (ends := self._form.fill_in.end_ids):
             request.stop_token_ids = [*(request.stop_token_ids or ()), *ends]
-        params = beam_search_params(request, 0) or completion_params(request, defaults, detokenize=detokenize)
+        params = search_params(request, 0) or completion_params(request, defaults, detokenize=detokenize)
         prompts = await completion_prompts(self._server, self._form, request)
         room = engine.input_processor.room
         note_max_tokens(request, params, [room(len(prompt["prompt_token_ids"])) for prompt in prompts])

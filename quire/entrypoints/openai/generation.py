@@ -43,7 +43,7 @@ from quire.outputs import (
     joined_stats,
 )
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.structured_output.params import FAULT, PARAM
+from quire.structured_outputs_params import FAULT, PARAM
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM

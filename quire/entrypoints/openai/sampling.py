@@ -7,7 +7,7 @@ name the field that the client sent, even if the engine's name differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,10 @@ from quire.entrypoints.openai.protocol.requests import (
     GenerationRequest,
 )
 from quire.errors import ValidationError
+from quire.features import SEARCH_PARAMS
+from quire.plugins import import_place
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.structured_output.params import PARAM
+from quire.structured_outputs_params import PARAM
 
 COMPLETION_MAX_TOKENS = 16
 # llama.cpp's names -> quire's.
@@ -44,6 +46,29 @@ MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetitio
 # The engine's field names -> the client's.
 ENGINE_NAMES = {"extra_args": "vllm_xargs", "beam_width": "n", "bad_words_token_ids": "bad_words"}
 MAX_TOKENS_DEFAULTS = ("max_tokens", "max_new_tokens")
+
+
+def search_params(
+    request: GenerationRequest, room: int, shown_special_token_ids: Sequence[int] = ()
+) -> BeamSearchParams | None:
+    """Return the parameters of a search, by the readers in `SEARCH_PARAMS`; None if none is requested.
+
+    Args:
+        room: maximum number of generated tokens, for a chat without a limit.
+
+    Raises:
+        ValidationError: a field applies only with, or only without, a search.
+    """
+    for place in SEARCH_PARAMS.values():
+        read: Callable[..., BeamSearchParams | None] = import_place(place)
+        found = read(request, room, shown_special_token_ids)
+        if found is not None:
+            return found
+    if request.use_beam_search and not SEARCH_PARAMS:
+        raise ValidationError(
+            "this installation has no beam search (quire.beam_search)", param="use_beam_search"
+        )
+    return None
 
 
 def completion_params(

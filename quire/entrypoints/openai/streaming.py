@@ -79,7 +79,7 @@ class StreamFormat:
 OPENAI_FORMAT = StreamFormat("text/event-stream", frame_of, DONE, COMMENT)
 
 
-class Frames(Protocol):
+class FrameEncoder(Protocol):
     """Encoder of one stream, without the format's `end`."""
 
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
@@ -100,7 +100,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        frames: Frames,
+        frames: FrameEncoder,
         outputs: Outputs,
         in_flight: InFlight,
         stream_format: StreamFormat,
@@ -174,7 +174,7 @@ class AnswerWriter(Protocol):
         """Return the answer as one object, from the final output of each prompt."""
         ...
 
-    def frames(self, prompt_lengths: list[int]) -> Frames:
+    def frames(self, prompt_lengths: list[int]) -> FrameEncoder:
         """Return the encoder of the streamed answer."""
         ...
 

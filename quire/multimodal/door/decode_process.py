@@ -31,7 +31,7 @@ from quire.multimodal.door.decoding import (
     read_raw,
 )
 from quire.multimodal.door.jobs import DecodeJob, DecodeReply, DecodeSetup
-from quire.multimodal.door.layout import Layout
+from quire.multimodal.door.layout import PlaceholderLayout
 from quire.multimodal.processors.base import Processor, make_processor
 from quire.multimodal.processors.video import VideoFacts
 from quire.processes import limit_memory
@@ -69,7 +69,7 @@ def run(job: DecodeJob, processor: Processor, setup: DecodeSetup) -> DecodeReply
         )
 
 
-def _prepared(job: DecodeJob, processor: Processor) -> tuple[dict[str, NDArray[Any]], Layout]:
+def _prepared(job: DecodeJob, processor: Processor) -> tuple[dict[str, NDArray[Any]], PlaceholderLayout]:
     content = Path(job.input).read_bytes()
     if job.kind == EMBEDS:
         arrays = read_embeds(content)
@@ -87,7 +87,7 @@ def _prepared(job: DecodeJob, processor: Processor) -> tuple[dict[str, NDArray[A
 
 def _prepared_video(
     job: DecodeJob, content: bytes, processor: Processor
-) -> tuple[dict[str, NDArray[Any]], Layout]:
+) -> tuple[dict[str, NDArray[Any]], PlaceholderLayout]:
     from quire.multimodal.door.video import read_video
 
     videos = processor.videos

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.multimodal.door.layout import Layout
+from quire.multimodal.door.layout import PlaceholderLayout
 
 
 class DecodeSetup(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class DecodeJob(msgspec.Struct, frozen=True):
 class DecodeReply(msgspec.Struct, frozen=True):
     """Result of a job: a layout and the size of the file, or an error for the client."""
 
-    layout: Layout | None = None
+    layout: PlaceholderLayout | None = None
     num_bytes: int = 0
     error: str = ""
     param: str = ""

@@ -17,7 +17,7 @@ from quire.errors import ValidationError
 from quire.media import MediaItem
 
 
-class Layout(msgspec.Struct, frozen=True):
+class PlaceholderLayout(msgspec.Struct, frozen=True):
     """Placeholders of one item; fields as in `quire.multimodal.processors.base.Prepared`.
 
     Args:
@@ -40,7 +40,7 @@ class PreparedItem:
     digest: bytes
     kind: str
     path: str
-    layout: Layout
+    layout: PlaceholderLayout
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class PatchLinear(Linear):
                 yield name, slot
 
 
-class Table(Layer):
+class LearnedTable(Layer):
     """Learned rows [*shape] that are added or multiplied, such as position embeddings.
 
     `suffix` follows the layer's name in the checkpoint, which stores `stored`, the same elements in another shape.

@@ -22,10 +22,10 @@ from quire.layers.norm import LayerNorm, RMSNorm
 from quire.models.json_object import JsonObject
 from quire.multimodal.towers.base import (
     Arrays,
+    LearnedTable,
     PatchLinear,
     Projection,
     Slices,
-    Table,
     Tower,
     activation_of,
     angles_of_grid,
@@ -239,7 +239,7 @@ class Qwen3VLTower(QwenVLTower):
     def build(self, eyes: JsonObject) -> None:
         count = eyes.integer("num_position_embeddings", 2304)
         self.side = int(count**0.5)
-        self.positions = Table(
+        self.positions = LearnedTable(
             count, self.shape.channels, config=self.config, name=f"{_AT}.pos_embed", suffix=".weight"
         )
         self.deep_layers = tuple(eyes.get("deepstack_visual_indexes") or ())

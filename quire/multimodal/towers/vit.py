@@ -27,10 +27,10 @@ from quire.models.json_object import JsonObject
 from quire.multimodal.towers.base import (
     NO_STEP,
     Arrays,
+    LearnedTable,
     PatchLinear,
     Projection,
     Slices,
-    Table,
     Tower,
     activation_of,
     merged_squares,
@@ -134,9 +134,11 @@ class VisionTransformer(nn.Module):
         self.class_token = self.pre_norm = self.post_norm = None
         if self.has_class:
             stored = (*options.class_shape, size)
-            self.class_token = Table(size, config=config, name=f"{at}.{options.class_token}", stored=stored)
+            self.class_token = LearnedTable(
+                size, config=config, name=f"{at}.{options.class_token}", stored=stored
+            )
         count = self.side**2 + self.has_class
-        self.positions = Table(
+        self.positions = LearnedTable(
             count,
             size,
             config=config,

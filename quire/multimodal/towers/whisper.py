@@ -20,9 +20,9 @@ from quire.models.json_object import JsonObject
 from quire.multimodal.towers.base import (
     NO_STEP,
     Arrays,
+    LearnedTable,
     PatchLinear,
     Slices,
-    Table,
     Tower,
     activation_of,
     sequences,
@@ -62,7 +62,7 @@ class WhisperTower(Tower):
         self.activate = activate
         self.conv1 = self._convolution("conv1", self.bins, size)
         self.conv2 = self._convolution("conv2", size, size)
-        self.positions = Table(
+        self.positions = LearnedTable(
             self.length, size, config=config, name="encoder.embed_positions", suffix=".weight"
         )
         shape = BlockShape(

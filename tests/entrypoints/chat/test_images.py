@@ -15,7 +15,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.messages import MediaTexts
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
-from quire.multimodal.door.layout import Expansion, Layout, MediaTokens, PreparedItem
+from quire.multimodal.door.layout import Expansion, MediaTokens, PlaceholderLayout, PreparedItem
 
 MARKER = "<|image_pad|>"
 TEXTS = MediaTexts(MARKER, (MARKER, "<break>"))
@@ -58,7 +58,7 @@ def template(source: str, tokens: Tokenizer) -> ChatTemplate:
 def item(number: int, *counts: int) -> PreparedItem:
     """An item of rows with breaks between them; its digest says its number."""
     pieces = [piece for count in counts for piece in ((MARKER, count), ("<break>", 1))]
-    return PreparedItem(bytes([number]) * 32, "image", f"/{number}", Layout(MARKER, [pieces[:-1]]))
+    return PreparedItem(bytes([number]) * 32, "image", f"/{number}", PlaceholderLayout(MARKER, [pieces[:-1]]))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["special", "added"])
@@ -182,11 +182,17 @@ def test_another_number_of_placeholders_is_an_error(tokens: Tokenizer) -> None:
         with pytest.raises(ValidationError, match=f"has {count} placeholders .* need 1"):
             expansion.expand([tokens.id_of(MARKER) or 0] * count)
     with pytest.raises(ValidationError, match="has no token '<absent>'"):
-        Expansion(TOKENS, tokens.id_of, [PreparedItem(b"", "image", "", Layout(MARKER, [[("<absent>", 1)]]))])
+        Expansion(
+            TOKENS,
+            tokens.id_of,
+            [PreparedItem(b"", "image", "", PlaceholderLayout(MARKER, [[("<absent>", 1)]]))],
+        )
 
 
 def test_several_runs_of_an_item_are_one_item(tokens: Tokenizer) -> None:
-    layout = Layout(f"({MARKER},{MARKER})", [[(MARKER, 2)], [(MARKER, 3)]], grid=(1, 1, 5), both_ways=True)
+    layout = PlaceholderLayout(
+        f"({MARKER},{MARKER})", [[(MARKER, 2)], [(MARKER, 3)]], grid=(1, 1, 5), both_ways=True
+    )
     ids = tokens.encode(f"x{layout.text}y", add_special_tokens=False)
     expanded, (one,) = Expansion(TOKENS, tokens.id_of, [PreparedItem(b"", "image", "", layout)]).expand(ids)
     assert (one.start, one.end, one.runs) == (2, 8, [(2, 4), (5, 8)])

@@ -388,12 +388,12 @@ class ReasoningDone(PartEvent, tag="response.reasoning_text.done", kw_only=True)
     text: str
 
 
-class TextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
+class OutputTextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
     delta: str
     logprobs: list[TokenLogprob]
 
 
-class TextDone(PartEvent, tag="response.output_text.done", kw_only=True):
+class OutputTextDone(PartEvent, tag="response.output_text.done", kw_only=True):
     text: str
     logprobs: list[TokenLogprob]
 
@@ -411,7 +411,7 @@ class ArgumentsDone(Event, tag="response.function_call_arguments.done", kw_only=
     arguments: str
 
 
-class InputDelta(Event, tag="response.custom_tool_call_input.delta", kw_only=True):
+class CustomInputDelta(Event, tag="response.custom_tool_call_input.delta", kw_only=True):
     item_id: str
     output_index: int
     delta: str
@@ -425,5 +425,6 @@ class InputDone(Event, tag="response.custom_tool_call_input.done", kw_only=True)
 
 AnyEvent = (
     Created | InProgress | Completed | EndedIncomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone
-    | ReasoningDelta | ReasoningDone | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone | InputDelta | InputDone
+    | ReasoningDelta | ReasoningDone | OutputTextDelta | OutputTextDone | ArgumentsDelta | ArgumentsDone
+    | CustomInputDelta | InputDone
 )  # fmt: skip  # Events of a stream.
