@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images, videos and embeddings as inputs (see multimodal.md)."""
+"""Images, videos, sounds and embeddings as inputs (see multimodal.md)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class MultimodalConfig(Config):
-    """Images, videos and embeddings as inputs (see multimodal.md)."""
+    """Images, videos, sounds and embeddings as inputs (see multimodal.md)."""
 
     language_model_only: bool = option(
         False, "Serve only the language model of a multimodal checkpoint; its other parts are not loaded."
     )
     limit_mm_per_prompt: dict[str, Any] = option(
         {},
-        'Most items of each kind in a prompt, as JSON: {"image": 4}; 0 refuses a kind. Default: 999 of each.',
+        'Most items of each kind (image, video, audio) in a prompt, as JSON: {"image": 4}; 0 refuses a kind. '
+        "Default: 999 of each.",
         metavar="JSON",
     )
     mm_processor_kwargs: dict[str, Any] = option(

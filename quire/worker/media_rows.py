@@ -8,6 +8,7 @@ holds its embeddings until its row is free.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -85,6 +86,8 @@ class StepMedia(NamedTuple):
     """[T] int32, see `AttentionMetadata`."""
     encoded_lens: Tensor | None
     """[R] int32, see `StepContext`."""
+    encoded_rows: Tensor | None = None
+    """[T] int64, see `StepContext`."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> StepMedia:
         """Return the same with tensors that `move` returns."""
@@ -107,6 +110,7 @@ class StepMedia(NamedTuple):
             media=self.rows,
             rope_positions=self.rope_positions,
             encoded_lens=self.encoded_lens,
+            encoded_rows=self.encoded_rows,
         )
 
 
@@ -271,7 +275,15 @@ class MediaBatch:
         if not self._rows or not self.are_in(layout):
             return None
         lens = None if self._encoded_lens is None else torch.from_numpy(self._encoded_lens[layout.rows])
-        return StepMedia(self._media_rows(layout), self._rope(layout), self._last_seen(layout), lens)
+        seen = self._last_seen(layout)
+        return StepMedia(self._media_rows(layout), self._rope(layout), seen, lens, self._encoded_rows(layout))
+
+    def _encoded_rows(self, layout: StepTokens) -> Tensor | None:
+        """Return the request of each token, unless some are no decoders' tokens or all outputs have one length."""
+        ends = (self._rows[row].end if row in self._rows else 0 for row in layout.rows.tolist())
+        if not self._encodes_any_length or any(map(operator.lt, layout.starts.tolist(), ends)):
+            return None
+        return torch.from_numpy(np.arange(len(layout.rows)).repeat(layout.ends - layout.starts))
 
     def _media_rows(self, layout: StepTokens) -> MediaRows | None:
         """Return the embeddings of a step's tokens; values of items without DeepStack count as 0 there."""

@@ -27,6 +27,7 @@ class PlaceholderLayout(msgspec.Struct, frozen=True):
     Args:
         runs: pairs of token and count for each placeholder of `text`.
         num_pixels: of the decoded image, or of all frames that were read of a video.
+        seconds: length of a sound.
     """
 
     text: str
@@ -35,6 +36,7 @@ class PlaceholderLayout(msgspec.Struct, frozen=True):
     both_ways: bool = False
     num_pixels: int = 0
     seconds_per_frame: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class PreparedItem:
 class MediaTokens:
     """Tokens of a model's media: see `quire.multimodal.processors.base.Processor`.
 
-    `video_marker` and `video_placeholder` are those of a video; empty if the model takes none. `prefix_form` is the
-    processor's.
+    `video_marker` and `video_placeholder` are those of a video, `sound_marker` and `sound_placeholder` those of a
+    sound; empty if the model takes none. `prefix_form` is the processor's.
     """
 
     marker: str
@@ -60,11 +62,14 @@ class MediaTokens:
     literals: tuple[str, ...]
     video_marker: str = ""
     video_placeholder: str = ""
+    sound_marker: str = ""
+    sound_placeholder: str = ""
     prefix_form: tuple[str, str] | None = None
 
     def placeholder_of(self, kind: str) -> str:
         """Return the token that takes the embeddings of an item."""
-        return self.video_placeholder if kind == "video" else self.placeholder
+        others = {"video": self.video_placeholder, "audio": self.sound_placeholder}
+        return others.get(kind, self.placeholder)
 
 
 class Expansion:
@@ -92,7 +97,8 @@ class Expansion:
         missing = sorted(name for name, token_id in found.items() if token_id is None)
         if missing:
             raise ValidationError(
-                f"the model's tokenizer has no token {missing[0]!r}, so it takes no images", param="messages"
+                f"the model's tokenizer has no token {missing[0]!r}, so it takes no such media",
+                param="messages",
             )
         self._ids = {name: token_id for name, token_id in found.items() if token_id is not None}
 

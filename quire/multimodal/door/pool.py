@@ -19,6 +19,7 @@ from typing import IO
 import msgspec
 
 from quire.errors import UnavailableError, ValidationError
+from quire.multimodal.door.decoding import name_of
 from quire.multimodal.door.jobs import DecodeJob, DecodeReply, DecodeSetup
 from quire.processes import exit_reason, start_python
 from quire.structured_output.checker import ONE_THREAD, read_frame, write_frame
@@ -81,8 +82,8 @@ class DecodePool:
         if reply is not None:
             return reply
         if ticket.is_cancelled() or self._is_closed:
-            raise UnavailableError("the request was cancelled while its images were decoded")
-        raise process.failure(limit_s, "video" if job.kind in ("video", "frames") else "image")
+            raise UnavailableError("the request was cancelled while its media were decoded")
+        raise process.failure(limit_s, name_of(job.kind))
 
     def warm_up(self) -> None:
         """Start a process for the first job; blocks. A process that does not start is left to that job."""

@@ -15,6 +15,7 @@ from quire.config import EngineConfig
 from quire.layers.base import activation_dtype
 from quire.models.json_object import JsonObject
 from quire.models.loader import load_part
+from quire.models.vision_rows import SWIN
 from quire.multimodal.families import FAMILIES
 from quire.multimodal.towers.base import NO_STEP, PatchLinear, Tower, TowerNames, sequences
 from quire.multimodal.towers.block import TowerBlock
@@ -57,7 +58,9 @@ def load_tower(config: EngineConfig) -> Tower:
 
 
 def place_of(architecture: str, whole: JsonObject) -> str:
-    """Return the tower's class; LLaVA's is chosen by the encoder inside."""
+    """Return the tower's class; LLaVA's and that of `VisionEncoderDecoderModel` are chosen by the encoder inside."""
+    if whole.child("encoder").get("model_type") == SWIN:
+        return "quire.multimodal.towers.swin:SwinTower"
     if whole.child("vision_config").get("model_type") == "pixtral" and architecture.startswith("Llava"):
         return "quire.multimodal.towers.pixtral:PixtralTower"
     return FAMILIES[architecture].tower

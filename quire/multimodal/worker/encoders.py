@@ -150,7 +150,7 @@ class EncoderStore:
 
     def _keep(self, item: MediaItem, found: Embeddings) -> str | None:
         """Store embeddings of the right shape; return why they are not."""
-        want = [item.num_embeddings, self._config.arch.hidden_size]
+        want = [item.num_embeddings, self._config.arch.media_size]
         if [*found.values.shape] != want:
             return f"it has embeddings {[*found.values.shape]}, and its positions take {want}"
         self._done[item.digest] = Embeddings(

@@ -150,6 +150,7 @@ class ServerLimits:
             rules["priority"] = _number(0, 0)
         if not self.fills_in:
             rules["suffix"] = {"string": {"maxLength": 0}}
+            rules["input_suffix"] = {"string": NEVER}
         if "documents" not in self.template_variables:
             rules["documents_of_chats"] = {"array": NEVER}
         if not self.has_processors:
