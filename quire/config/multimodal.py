@@ -41,6 +41,11 @@ class MultimodalConfig(Config):
     encoder_cache_gb: float = option(
         1.0, "GiB of host memory for embeddings of images, those in use included.", gt=0.0, metavar="GIB"
     )
+    mmproj: str = option(
+        "",
+        "GGUF file with the image encoder of a model in GGUF. Default: the mmproj*.gguf beside it, if there is one.",
+        metavar="FILE",
+    )
     max_encoder_slice_ms: float = option(
         30.0, "Most milliseconds that an image encoder computes between two steps.", gt=0.0, metavar="MS"
     )

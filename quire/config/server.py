@@ -159,6 +159,11 @@ class ServerConfig(Config):
         "Key of the routes that act on all requests (docs/endpoints.md), which exist only with it (or "
         "QUIRE_ADMIN_API_KEY).",
     )
+    allow_pull: bool = option(
+        False,
+        "Clients may fetch models from Hugging Face into this machine's cache, and remove them from it (/api/pull, "
+        "/api/delete).",
+    )
     enable_tokenizer_info_endpoint: bool = option(
         False, "GET /tokenizer_info, which shows the chat template and the special tokens."
     )

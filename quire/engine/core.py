@@ -202,6 +202,7 @@ class EngineCore:
         """Release all resources; may be called twice. What features still write is written first."""
         if self._failure is None:
             self.settle()
+            self._publish_events()
         for feature in self._features:
             feature.close()
         self.executor.shutdown()

@@ -80,12 +80,22 @@ FAMILIES: dict[str, Family] = {
     "M2M100ForConditionalGeneration": _BART,
     "MarianMTModel": _BART,
     "MBartForConditionalGeneration": _BART,
+    "MiniCPMV4_6ForConditionalGeneration": Family(
+        f"{_PROCESSORS}.minicpmv:MiniCPMVProcessor",
+        f"{_TOWERS}.minicpmv:MiniCPMVTower",
+        images="the whole image, then up to 9 slices in rows, each a run between markers",
+    ),
     "Mistral3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.pixtral:PixtralProcessor",
         f"{_TOWERS}.pixtral:Mistral3Tower",
         images="rows of patches, each ended by a break token",
     ),
     "MT5ForConditionalGeneration": _T5,
+    "PaliGemmaForConditionalGeneration": Family(
+        f"{_PROCESSORS}.llava:PaliGemmaProcessor",
+        f"{_TOWERS}.vit:PaliGemmaTower",
+        images="one run of fixed length; the whole prompt is seen both ways",
+    ),
     "PegasusForConditionalGeneration": _BART,
     "Qwen2AudioForConditionalGeneration": Family(
         f"{_PROCESSORS}.sound:Qwen2AudioProcessor",
@@ -112,6 +122,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "T5ForConditionalGeneration": _T5,
     "UMT5ForConditionalGeneration": _T5,
+    "VisionEncoderDecoderModel": Family(
+        f"{_PROCESSORS}.whole:WholeImageProcessor",
+        f"{_TOWERS}.vit:EncoderTower",
+        images="none: it fills positions before the decoder's prompt",
+    ),
     "VoxtralForConditionalGeneration": Family(
         f"{_PROCESSORS}.sound:VoxtralProcessor",
         f"{_TOWERS}.sound:VoxtralTower",

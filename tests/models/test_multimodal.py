@@ -57,7 +57,9 @@ def test_every_wrapper_has_a_checkpoint_in_the_tests(tiny_model: Callable[[str],
         "WhisperForConditionalGeneration",
         *(row.architecture for row in HEARING.values()),  # tests/multimodal
     }
-    elsewhere |= {row.architecture for row in WRAPPERS.values() if row.reads_text}  # tests/seq2seq
+    elsewhere |= {
+        row.architecture for row in WRAPPERS.values() if row.reads_text or row.reads_images
+    }  # tests/seq2seq
     assert tested | elsewhere == WRAPPERS.keys()
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
+from quire.config.arch import encoder_positions
 from quire.entrypoints.chat.messages import MediaTexts
 from quire.entrypoints.chat.template import RenderedChat
 from quire.errors import ModelLoadError, UnsupportedModelError, ValidationError
@@ -36,6 +37,14 @@ NO_PILLOW = "images and sounds need Pillow on the server: pip install 'quire-llm
 PLURALS = {"image": "images", "video": "videos", "audio": "audios"}
 """Kind of media -> its other name in `multi_modal_data`; in the order of a prompt's markers (`MediaTexts.markers`)."""
 OPTIONS = "mm_processor_kwargs"
+IMAGE_TEMPLATE = (
+    "{%- if messages|length != 1 -%}{{ raise_exception('the model reads one image and no conversation: send one "
+    "message of the user') }}{%- endif -%}"
+    "{%- for part in messages[0].content -%}{% if part.type == 'image' %}MARKER{% else %}{{ part.text }}{% endif %}"
+    "{%- endfor -%}"
+)
+"""Template of a model whose encoder reads an image: the text, which begins the decoder."""
+ENCODER_PROMPT = "encoder_prompt"
 PROMPT_FIELDS = ("multi_modal_data", OPTIONS, "multi_modal_uuids")
 
 
@@ -118,8 +127,9 @@ class MediaGate:
         """Texts of the model's media; None if it takes none."""
         if self._door is None:
             return None
-        tokens = self._door.tokens
-        return MediaTexts(tokens.marker, tokens.literals, tokens.video_marker, tokens.sound_marker)
+        tokens, has_encoder = self._door.tokens, bool(self._door.processor.num_encoded)
+        template = IMAGE_TEMPLATE.replace("MARKER", tokens.marker) if has_encoder else ""
+        return MediaTexts(tokens.marker, tokens.literals, tokens.video_marker, tokens.sound_marker, template)
 
     @property
     def input_modalities(self) -> list[str]:
@@ -175,9 +185,26 @@ class MediaGate:
         """
         if admitted is None or self._door is None:
             return EncodedChat(chat.encode(tokenizer))
+        if self._door.processor.num_encoded:
+            text = chat.with_media([""] * len(chat.media_kinds())).text
+            return self._before_decoder(tokenizer.encode(text, add_special_tokens=False), admitted)
         items = _in_order(chat.media_kinds(), admitted.items)
-        texts = [item.layout.text for item in items]
+        texts = _texts_of(items)
         return self._expanded(chat.with_media(texts).encode(tokenizer), tokenizer, items, admitted)
+
+    def _before_decoder(self, token_ids: list[int], admitted: AdmittedMedia) -> EncodedChat:
+        """Return the decoder's prompt with the image that its encoder reads.
+
+        Raises:
+            ValidationError: there is no image, or more than one.
+        """
+        if len(admitted.items) != 1:
+            raise ValidationError(
+                f"the model reads one image per prompt, got {len(admitted.items)}", param="messages"
+            )
+        (item,), rows = admitted.items, self._required("prompt").processor.num_encoded
+        place = MediaItem(item.digest, item.kind, 0, encoder_positions(rows), [(0, rows)], item.path)
+        return EncodedChat(token_ids, [place], admitted)
 
     def _expanded(
         self, token_ids: list[int], tokenizer: Tokenizer, items: list[PreparedItem], admitted: AdmittedMedia
@@ -199,18 +226,22 @@ class MediaGate:
         admitted = await door.admit(parts, prompt.get(OPTIONS))
         markers = self.texts.markers if self.texts is not None else {}
         ids = prompt.get("prompt_token_ids")
+        if door.processor.num_encoded:
+            given = str(prompt.get("prompt") or "")
+            ids = tokenizer.encode(given, add_special_tokens=False) if ids is None else list(ids)
+            return self._before_decoder(ids, admitted)
         if ids is None:
             known = {marker: kind for kind, marker in markers.items()}
             pieces = re.split(f"({'|'.join(map(re.escape, known))})", str(prompt.get("prompt", "")))
             items = _checked_order([known[each] for each in pieces[1::2]], markers, admitted)
-            pieces[1::2] = [item.layout.text for item in items]
+            pieces[1::2] = _texts_of(items)
             return self._expanded(tokenizer.encode("".join(pieces)), tokenizer, items, admitted)
         kinds = {tokenizer.id_of(marker): kind for kind, marker in markers.items()}
         items = _checked_order([kinds[each] for each in ids if each in kinds], markers, admitted)
         encoded: list[int] = []
-        fill = iter(items)
+        fill = iter(_texts_of(items))
         for token_id in ids:
-            text = next(fill).layout.text if token_id in kinds else None
+            text = next(fill) if token_id in kinds else None
             encoded += [token_id] if text is None else tokenizer.encode(text, add_special_tokens=False)
         return self._expanded(encoded, tokenizer, items, admitted)
 
@@ -219,10 +250,27 @@ class MediaGate:
             raise ValidationError(f"{where} has media, which cannot be taken: {self._reason}", param=where)
         return self._door
 
+    def warm_up(self) -> None:
+        """Prepare for the first image, in the background."""
+        if self._door is not None:
+            self._door.warm_up()
+
     def close(self) -> None:
         """End processes and remove files; idempotent."""
         if self._door is not None:
             self._door.close()
+
+
+def _texts_of(items: Sequence[PreparedItem]) -> list[str]:
+    """Return the texts in place of markers, in which some items say their number."""
+    from quire.multimodal.door.layout import NUMBER
+
+    numbers = Counter[str]()
+    texts = []
+    for item in items:
+        texts.append(item.layout.text.replace(NUMBER, str(numbers[item.kind])))
+        numbers[item.kind] += 1
+    return texts
 
 
 def has_data(prompt: Any) -> bool:

@@ -129,6 +129,8 @@ class MediaTexts:
     literals: tuple[str, ...]
     video_marker: str = ""
     sound_marker: str = ""
+    template: str = ""
+    """Chat template of a model whose tokenizer has none; empty: it needs the operator's."""
 
     @property
     def markers(self) -> dict[str, str]:

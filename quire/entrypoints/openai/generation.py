@@ -31,8 +31,9 @@ from quire.entrypoints.openai.protocol.responses import (
     TopLogprob,
     Usage,
 )
-from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError, ValidationError
+from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError, UnavailableError, ValidationError
 from quire.inputs import TokensPrompt
+from quire.kv_transfer_params import PULL_FAILED
 from quire.lora_request import LoRARequest
 from quire.outputs import (
     CompletionOutput,
@@ -462,6 +463,7 @@ def _raise_failure(output: RequestOutput) -> None:
 
     Raises:
         ValidationError: the core rejected the request, or its constraint cannot be enforced further.
+        UnavailableError: the blocks of its prompt did not come from another engine.
         EngineError: it failed otherwise or was aborted.
     """
     for completion in output.outputs:
@@ -472,6 +474,8 @@ def _raise_failure(output: RequestOutput) -> None:
                 raise ValidationError(reason)
             if reason.startswith(FAULT):
                 raise ValidationError(reason, param=PARAM)
+            if reason == PULL_FAILED:
+                raise UnavailableError(reason)
             why = f": {reason.partition(FOREIGN_WORDS)[0]}" if reason else ""
             raise EngineError(f"the request {how} in the engine before it was complete{why}")
 

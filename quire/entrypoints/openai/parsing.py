@@ -95,6 +95,7 @@ REFUSED: Mapping[str, RejectedField] = {
     "chat_template": RejectedField(why="is for the operator to choose (--chat-template)"),
     "early_stopping": reject_unless(False),
     "ebnf": reject_unless(),
+    "content": RejectedField(why="is no field of this request"),
     "echo": reject_unless(False),
     "extra_body": reject_unless({}),
     "function_call": reject_unless("none"),

@@ -28,6 +28,7 @@ import numpy as np
 import PIL
 from PIL import Image
 
+from quire import private_directories
 from quire.config import EngineConfig
 from quire.errors import ConfigError, UnavailableError, ValidationError
 from quire.multimodal.door.decoding import (
@@ -184,6 +185,7 @@ class MediaDoor:
 
     Args:
         processor: of the checkpoint.
+        directory: with the processor's files; a private one is removed at the end.
         offline: callers are this process: they may pass PIL images, arrays and paths.
         max_sound_bytes: most bytes of a sound's file.
     """
@@ -192,6 +194,7 @@ class MediaDoor:
         self,
         config: EngineConfig,
         processor: Processor,
+        directory: Path,
         *,
         offline: bool = False,
         max_sound_bytes: int = MAX_ITEM_BYTES,
@@ -204,7 +207,7 @@ class MediaDoor:
         self._architecture = architecture_of(config)
         self.files = MediaFiles(config.multimodal.processor_cache_bytes)
         self._setup = DecodeSetup(
-            self._architecture, str(config.model_dir), self._options.mm_processor_kwargs, MEMORY_BYTES
+            self._architecture, str(directory), self._options.mm_processor_kwargs, MEMORY_BYTES
         )
         self._pool = DecodePool(self._setup)
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="quire-media")
@@ -212,8 +215,9 @@ class MediaDoor:
         self._budget = ByteBudget(MAX_BYTES_AT_ONCE)
         self._locks: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
         self._names: OrderedDict[bytes, bytes] = OrderedDict()  # Named digest -> digest of the content.
-        self._root = _root_digest(config, self._architecture)
-        self._end = weakref.finalize(self, _close, self._pool, self._threads, self._readers)
+        self._root = _root_digest(config, self._architecture, directory)
+        private = None if directory == Path(config.model_dir) else directory
+        self._end = weakref.finalize(self, _close, self._pool, private, self._threads, self._readers)
 
     @property
     def tokens(self) -> MediaTokens:
@@ -223,7 +227,10 @@ class MediaDoor:
         of_sounds = ("", "") if sounds is None else (sounds.marker, sounds.placeholder)
         others = () if sounds is None else sounds.literals
         literals = dict.fromkeys([*processor.literals, *filter(None, of_videos), *others])
-        return MediaTokens(processor.marker, processor.placeholder, tuple(literals), *of_videos, *of_sounds)
+        form = processor.prefix_form
+        return MediaTokens(
+            processor.marker, processor.placeholder, tuple(literals), *of_videos, *of_sounds, form
+        )
 
     @property
     def kinds(self) -> list[str]:
@@ -267,6 +274,11 @@ class MediaDoor:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         return AdmittedMedia([item for item, _ in found], [lease for _, lease in found])
+
+    def warm_up(self) -> None:
+        """Start a process in the background, so that the first image does not wait for one."""
+        if self._end.alive:
+            self._threads.submit(self._pool.warm_up)
 
     def close(self) -> None:
         """End the processes and remove the files; idempotent."""
@@ -425,7 +437,7 @@ class MediaDoor:
             options,
             totals.left_for(content.kind),
             content.size,
-            self._config.arch.hidden_size,
+            self._config.arch.media_size,
             content.facts.fps,
             content.facts.num_frames,
             content.facts.chosen,
@@ -459,8 +471,10 @@ class MediaDoor:
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
 
 
-def _close(pool: DecodePool, *threads: ThreadPoolExecutor) -> None:
+def _close(pool: DecodePool, directory: Path | None, *threads: ThreadPoolExecutor) -> None:
     pool.close()
+    if directory is not None:
+        private_directories.remove(directory)
     for one in threads:
         one.shutdown(wait=False, cancel_futures=True)
 
@@ -516,9 +530,9 @@ def _canonical(options: Mapping[str, Any]) -> bytes:
     return json.dumps(options, sort_keys=True, default=repr).encode()
 
 
-def _root_digest(config: EngineConfig, architecture: str) -> bytes:
+def _root_digest(config: EngineConfig, architecture: str, directory: Path) -> bytes:
     """Return the digest of what all items of a model depend on."""
-    paths = [Path(config.model_dir) / name for name in FILES]
+    paths = [directory / name for name in FILES]
     contents = [path.read_bytes() if path.is_file() else b"" for path in paths]
     own = _canonical(config.multimodal.mm_processor_kwargs)
     decoders = f"{PIL.__version__} {' '.join(map(_version, DECODERS))}".encode()
@@ -545,12 +559,22 @@ def make_door(
     """
     if config.arch.part_of is None or config.multimodal.language_model_only:
         return None
-    processor = make_processor(
-        architecture_of(config), Path(config.model_dir), config.multimodal.mm_processor_kwargs
-    )
     unknown = config.multimodal.limit_mm_per_prompt.keys() - {IMAGE, VIDEO, AUDIO}
     if unknown:
         raise ConfigError(f"--limit-mm-per-prompt has {min(unknown)!r}; the kinds are image, video and audio")
+    directory = _processor_directory(config)
+    processor = make_processor(architecture_of(config), directory, config.multimodal.mm_processor_kwargs)
     if processor is None:
         return None
-    return MediaDoor(config, processor, offline=offline, max_sound_bytes=max_sound_bytes)
+    return MediaDoor(config, processor, directory, offline=offline, max_sound_bytes=max_sound_bytes)
+
+
+def _processor_directory(config: EngineConfig) -> Path:
+    """Return the checkpoint's directory, or for a model in GGUF a private one with the files that it amounts to."""
+    part_of = config.arch.part_of
+    if part_of is None or not part_of.processor_files:
+        return Path(config.model_dir)
+    directory = private_directories.make("processor-")
+    for name, values in json.loads(part_of.processor_files).items():
+        (directory / name).write_text(json.dumps(values), encoding="utf-8")
+    return directory

@@ -85,6 +85,17 @@ class DecodePool:
             raise UnavailableError("the request was cancelled while its media were decoded")
         raise process.failure(limit_s, name_of(job.kind))
 
+    def warm_up(self) -> None:
+        """Start a process for the first job; blocks. A process that does not start is left to that job."""
+        try:
+            process = self._pop()
+        except UnavailableError:
+            return
+        try:
+            process.warm_up()
+        finally:
+            self._put_back(process)
+
     def close(self) -> None:
         """End all processes; idempotent."""
         with self._lock:
@@ -147,6 +158,11 @@ class _DecodeProcess:
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    def warm_up(self) -> None:
+        """Start it without a job."""
+        with suppress(OSError):
+            self.is_idle = self._has_started or self._start()
 
     def ask(self, job: DecodeJob, limit_s: float) -> DecodeReply | None:
         """Return the result; None if the process is late or has ended."""

@@ -78,11 +78,16 @@ class Processor(abc.ABC):
         videos: processor of videos; None: the model takes none.
         takes_images: whether the model takes images; otherwise it has no `marker` and no `placeholder`.
         sounds: processor of sounds; None: the model takes none.
+        prefix_form: all positions of a prompt with images attend to one another; the token behind the last image, in
+            place of the one with which text begins, and the last token. None: text attends to earlier positions.
     """
 
     videos: VideoProcessor | None = None
+    num_encoded: int = 0
+    """Rows of the encoder's output that cross-attention reads of an image; 0: an image has placeholders."""
     takes_images = True
     sounds: SoundProcessor | None = None
+    prefix_form: tuple[str, str] | None = None
 
     marker: str
     placeholder: str

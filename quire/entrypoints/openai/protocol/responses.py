@@ -262,7 +262,10 @@ class Tokenized(msgspec.Struct):
 
 
 class Detokenized(msgspec.Struct):
+    """The text, under vLLM's name and under llama-server's."""
+
     prompt: str
+    content: str
 
 
 class TokenizerInfo(msgspec.Struct):
