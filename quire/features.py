@@ -22,6 +22,7 @@ CORE_FEATURES = {
     "console": "quire.console.recorder:ConsoleRecorder",
     "routing": "quire.routing.cache_deltas:CacheDeltas",
     "sleep": "quire.sleep.sleeper:Sleeper",
+    "profiling": "quire.profiling.feature:StepProfiler",
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
 
@@ -53,10 +54,12 @@ SERVER_FEATURES = {
     "responses": "quire.entrypoints.openai.responses.routes:FEATURE",
     "pooling": "quire.pooling.server.feature:FEATURE",
     "ollama": "quire.entrypoints.ollama.routes:FEATURE",
+    "llama_server": "quire.entrypoints.llama_server.routes:FEATURE",
     "anthropic": "quire.entrypoints.anthropic.messages:FEATURE",
     "sleep": "quire.sleep.routes:FEATURE",
     "lora": "quire.lora.server.routes:FEATURE",
     "console": "quire.console.routes:FEATURE",
+    "profiling": "quire.profiling.routes:FEATURE",
 }
 """Feature -> `quire.entrypoints.openai.families:ServerFeature`, in the order of the OpenAPI document."""
 
@@ -75,8 +78,11 @@ MEDIA_ENCODER = "quire.multimodal.worker.encoders:open_encoder"
 PROMPT_EMBEDS = "quire.multimodal.prompt_embeds:PromptEmbeds"
 """Reader of prompts that are embeddings (`quire.engine.input_processor`)."""
 
-ENCODER_PROMPTS = "quire.seq2seq.prompts:EncoderPrompts"
-"""Reader of prompts of models whose encoder reads text (`quire.engine.input_processor`)."""
+ENCODER_PROMPTS = "quire.seq2seq.image_prompts:prompts_of"
+"""Reader of prompts of models whose encoder reads text or images (`quire.engine.input_processor`)."""
+
+PIECE_TOKENIZER = "quire.seq2seq.tokenizer:read_pieces"
+"""Reader of tokenizers that are SentencePiece models beside a vocabulary (`quire.engine.tokenizer`)."""
 
 ROW_MOVER = "quire.kv_store.mover:open_row_mover"
 """Factory of what moves rows between a worker's host blocks and a store (`quire.worker.worker`)."""
@@ -86,6 +92,9 @@ POOLING_MODEL = "quire.pooling.models.model:PoolingModel"
 
 ADAPTER_TOKENIZER = "quire.lora.tokenizer:adapter_context"
 """Reader of the tokenizer that an adapter brings (`quire.engine.tokenizer_cache`)."""
+
+ADAPTER_CONTENTS = "quire.lora.contents:LoRAContents"
+"""Digests of adapters' contents (`quire.engine.front_end`)."""
 
 PARKED_WEIGHTS = "quire.sleep.parked_weights:ParkedWeights"
 """Weights kept on the host while their worker sleeps (`quire.worker.worker`)."""

@@ -153,7 +153,7 @@ class BeamSearch:
             found += (
                 _Candidate(beam.logprob + entry.logprobs[place], parent, place, entry.token_ids[place])
                 for place in range(1, min(len(entry.token_ids), most + 1))
-                if entry.token_ids[place] not in banned
+                if entry.token_ids[place] not in banned and entry.logprobs[place] > -math.inf
             )
         found.sort(key=lambda one: (-one.logprob, one.parent, one.token_id))
         return found[: self._num_wanted]

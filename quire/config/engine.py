@@ -81,7 +81,7 @@ class EngineConfig:
         if self.model_arch is None:
             return 32
         part_of = self.model_arch.part_of
-        return 4 * self.model_arch.hidden_size * (1 if part_of is None else part_of.vectors_per_embedding)
+        return 4 * self.model_arch.media_size * (1 if part_of is None else part_of.vectors_per_embedding)
 
     def on_torch_device(self, name: str) -> EngineConfig:
         """Return a copy, and of the draft model's configuration one in it, whose device torch calls by this name."""

@@ -313,6 +313,24 @@ class AsyncLLM:
         """Drop the embeddings of media that no request uses; False if some are in use and stay."""
         return all(await self._call_each("reset_encoder_cache"))
 
+    async def start_profile(self) -> None:
+        """Start a profile of every core's worker.
+
+        Raises:
+            ValidationError: the engine has no `profiler_config`, or several ranks, or a profile is running.
+        """
+        self.config.observability.require_profiler()
+        await self._call_each("start_profile")
+
+    async def stop_profile(self) -> list[str]:
+        """End the profiles, and return the paths of their files, on the cores' host.
+
+        Raises:
+            ValidationError: no profile is running, or a file cannot be written; else as `start_profile`.
+        """
+        self.config.observability.require_profiler()
+        return await self._call_each("stop_profile")
+
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter in advance, beside the steps; true when every core has it.
 
@@ -322,7 +340,7 @@ class AsyncLLM:
             ValidationError: it cannot be used; names the file, the tensor and the limit.
         """
         await self.get_tokenizer_context(lora_request)
-        fields = msgspec.to_builtins(lora_request)
+        fields = msgspec.to_builtins(self._front_end.completed_adapter(lora_request))
         return all(await self._call_each("add_lora", fields))
 
     async def get_tokenizer_context(self, adapter: LoRARequest | None) -> TokenizerContext:
@@ -332,6 +350,8 @@ class AsyncLLM:
             ValidationError: its tokenizer does not fit the model's.
         """
         tokenizers = self.input_processor.tokenizers
+        if not self._front_end.has_completed(adapter):
+            await asyncio.to_thread(self._front_end.completed_adapter, adapter)
         known = tokenizers.known(adapter)
         return await asyncio.to_thread(tokenizers.of, adapter) if known is None else known
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig
-from quire.engine.core_feature import core_features
+from quire.engine.core_feature import core_features, users_of
 from quire.engine.core_progress import ProgressFile
 from quire.engine.file_states import check_files
 from quire.engine.kv_events import create_publisher
@@ -88,6 +88,10 @@ class EngineCore:
                 self.scheduler = recorded(self.scheduler, self._trace)
             self._features = core_features(config, self.executor, self.scheduler, clock)
             self._publisher = create_publisher(config)
+        self._with_work = users_of("has_work", self._features)
+        self._advancing = users_of("advance", self._features)
+        self._stepped = users_of("stepped", self._features)
+        self._with_stats = users_of("add_stats", self._features)
         self._event_readers = [feature for feature in self._features if feature.reads_kv_events]
         self._config = config
         self.progress = progress
@@ -123,7 +127,9 @@ class EngineCore:
         """Return whether a step would do something, including reporting that the core is dead."""
         has_output = bool(self._pending_updates) or self._failure is not None
         is_behind = self._lockstep is not None and self._lockstep.is_behind
-        return has_output or is_behind or self.scheduler.has_work() or any(f.has_work for f in self._features)
+        return (
+            has_output or is_behind or self.scheduler.has_work() or any(f.has_work for f in self._with_work)
+        )
 
     @property
     def patience_s(self) -> float | None:
@@ -138,12 +144,13 @@ class EngineCore:
             EngineDeadError: the core failed before.
         """
         with self._fail_core_on_error():
-            for feature in self._features:
+            for feature in self._advancing:
                 self._queue_updates(feature.advance())
             updates, self._pending_updates = self._pending_updates + self._take_step(), []
             stats = self.scheduler.stats()
-            for feature in self._features:
+            for feature in self._stepped:
                 feature.stepped(updates)
+            for feature in self._with_stats:
                 feature.add_stats(stats)
             self._publish_events()
             return EngineCoreOutputs(updates, stats, self._clock(), cache=self._pop_cache_delta())
@@ -202,6 +209,7 @@ class EngineCore:
         """Release all resources; may be called twice. What features still write is written first."""
         if self._failure is None:
             self.settle()
+            self._publish_events()
         for feature in self._features:
             feature.close()
         self.executor.shutdown()

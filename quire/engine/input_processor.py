@@ -103,8 +103,8 @@ class InputProcessor:
         self.constraints = make_params_checks(config, tokenizer, self.tokenizers.model.end_ids)
         self._embeds = import_place(PROMPT_EMBEDS)() if config.multimodal.enable_prompt_embeds else None
         part_of = config.arch.part_of
-        reads_text = part_of is not None and part_of.reads_text
-        self._encoder_prompts = import_place(ENCODER_PROMPTS)(config, tokenizer) if reads_text else None
+        is_prompted = part_of is not None and part_of.is_prompted
+        self._encoder_prompts = import_place(ENCODER_PROMPTS)(config, tokenizer) if is_prompted else None
         self.pooling: PoolingReader | None = None
         if config.pooling is not None:
             self.pooling = import_place(POOLING_INPUTS)(config, config.pooling, tokenizer)
@@ -226,12 +226,11 @@ class InputProcessor:
             params = self._encoder_prompts.sampled(params)
         params = self._resolve_params(params, prompt, tokenizer_context)
         self._check_params(params, tokenizer_context)
-        if params.prompt_logprobs is not None and any(
-            item.kind in ("embeds", "text") for item in prompt.media
-        ):
+        is_predicted = not prompt.num_encoded and all(item.kind != "embeds" for item in prompt.media)
+        if params.prompt_logprobs is not None and not is_predicted:
             raise ValidationError(
                 "prompt_logprobs are of tokens that the model predicts, and the prompt has others: embeddings, or the "
-                "text that an encoder reads",
+                "text that an encoder reads or its image",
                 param="prompt_logprobs",
             )
         if params.structured_outputs is not None:
@@ -279,7 +278,9 @@ class InputProcessor:
             )
         if prompt.kv_transfer_params is not None:
             raise ValidationError("a beam search cannot be transferred", param=FIELD)
-        plain = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, detokenize=False)
+        plain = SamplingParams(
+            temperature=0.0, max_tokens=params.max_tokens, detokenize=False, extra_args=params.extra_args
+        )
         (first,) = self.process(
             request_id, prompt, plain, priority=priority, tenant=tenant, lora_request=lora_request
         )
@@ -351,8 +352,10 @@ class InputProcessor:
         if part_of is None or not part_of.decoder_length:
             return self.config.model.max_model_len - num_prompt_tokens
         if num_encoded is None:
-            num_encoded = encoder_positions(num_prompt_tokens)
-            num_prompt_tokens = num_encoded + 1
+            num_encoded = (
+                part_of.encoder_positions if part_of.reads_images else encoder_positions(num_prompt_tokens)
+            )
+            num_prompt_tokens = num_encoded + (num_prompt_tokens if part_of.reads_images else 1)
         most = min(self.config.model.max_model_len, num_encoded + part_of.decoder_length)
         return most - num_prompt_tokens
 

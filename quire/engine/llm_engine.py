@@ -164,6 +164,16 @@ class LLMEngine:
         """Drop the embeddings of media that no request uses; False if some are in use and stay."""
         return all(self._call_each("reset_encoder_cache"))
 
+    def start_profile(self) -> None:
+        """Start a profile of every core; see `AsyncLLM.start_profile`."""
+        self.config.observability.require_profiler()
+        self._call_each("start_profile")
+
+    def stop_profile(self) -> list[str]:
+        """End the profiles, and return the paths of their files; see `AsyncLLM.stop_profile`."""
+        self.config.observability.require_profiler()
+        return self._call_each("stop_profile")
+
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter in advance; see `AsyncLLM.add_lora`.
 
@@ -171,7 +181,7 @@ class LLMEngine:
             ValidationError: it cannot be used; names the file, the tensor and the limit.
         """
         self.input_processor.tokenizers.of(lora_request)
-        fields = msgspec.to_builtins(lora_request)
+        fields = msgspec.to_builtins(self._front_end.completed_adapter(lora_request))
         return all(self._call_each("add_lora", fields))
 
     def remove_lora(self, lora_id: int) -> bool:

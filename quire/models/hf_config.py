@@ -157,7 +157,7 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
     arch = replace(
         arch,
         eos_token_ids=tuple(dict.fromkeys(arch.eos_token_ids + more)),
-        generation=read_generation_config(model_dir, has_encoder=part_of is not None and part_of.reads_text),
+        generation=read_generation_config(model_dir, has_encoder=part_of is not None and part_of.is_prompted),
         quantization=quantization,
         part_of=part_of,
     )

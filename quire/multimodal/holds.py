@@ -31,7 +31,7 @@ from quire.scheduler.holds import Hold
 from quire.scheduler.output import EncoderStats, RequestUpdate, SchedulerStats
 from quire.scheduler.scheduler import Scheduler
 
-DETAIL = "its images"
+DETAIL = "its media"
 IDLE_SLICE_S = 0.1
 """Time of a slice while no step waits for it: a new request or an abort waits for so long at most."""
 

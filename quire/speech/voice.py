@@ -76,6 +76,14 @@ class VoiceDetector:
             )
             yield self._recur(features[: -(-(end - start) // CHUNK)], state)
 
+    def next_probability(self, samples: Samples, state: Floats) -> float:
+        """Samples [1, 576] of the next chunk, with those before it; the LSTM's state [2, 128] is changed."""
+        return float(self._recur(self._features(samples), state)[0])
+
+    def stream(self) -> VoiceStream:
+        """Return the detection in a sound that arrives chunk by chunk."""
+        return VoiceStream(self)
+
     def _features(self, chunks: Samples) -> Floats:
         """chunks [N, 576] -> [N, 128]."""
         padded = np.pad(chunks, ((0, 0), (0, CONTEXT)), mode="reflect")
@@ -111,6 +119,21 @@ class VoiceDetector:
         return _sigmoid(
             np.maximum(outputs, 0.0) @ weights["final_conv.weight"][0, :, 0] + weights["final_conv.bias"]
         )
+
+
+class VoiceStream:
+    """Detection in a sound that arrives chunk by chunk."""
+
+    def __init__(self, detector: VoiceDetector) -> None:
+        self._detector = detector
+        self._state = np.zeros((2, SIZE), dtype=np.float32)
+        self._before = np.zeros(CONTEXT, dtype=np.float32)
+
+    def feed(self, chunk: Samples) -> float:
+        """Return the probability of speech in the next 512 samples."""
+        samples = np.concatenate([self._before, chunk])
+        self._before = samples[-CONTEXT:]
+        return self._detector.next_probability(samples[None], self._state)
 
 
 def _sigmoid(x: Floats) -> Floats:
@@ -186,7 +209,7 @@ def load_detector() -> VoiceDetector:
     path = next((one for one in (Path(folder) / FILE for folder in folders) if one.is_file()), None)
     if path is None:
         raise ValidationError(
-            f"{PARAM} needs the weights of silero-vad on the server: {INSTALL}", param=PARAM
+            f"{PARAM} and server_vad need the weights of silero-vad on the server: {INSTALL}", param=PARAM
         )
     try:
         return VoiceDetector(read_arrays(path.read_bytes()))

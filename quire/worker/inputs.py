@@ -170,6 +170,7 @@ def gather_inputs(batch: InputBatch, layout: StepLayout) -> StepInputs:
             media=None if media is None else media.rows,
             rope_positions=None if media is None else media.rope_positions,
             encoded_lens=None if media is None else media.encoded_lens,
+            encoded_rows=None if media is None else media.encoded_rows,
         ),
     )
 

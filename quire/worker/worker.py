@@ -285,7 +285,7 @@ class Worker:
         return MediaBatch(
             self._encoder,
             self._config.scheduler.max_num_seqs,
-            hidden_size=arch.hidden_size,
+            hidden_size=arch.media_size,
             num_deepstack=0 if whole is None else whole.deepstack_layers,
             has_axes=whole is not None and bool(whole.rope_sections),
             max_position=self._config.model.max_model_len,

@@ -215,7 +215,7 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.io_processor = make_io_processor(self.engine.config)
-        self.media = MediaGate(self.engine.config)
+        self.media = MediaGate(self.engine.config, max_sound_bytes=self.config.max_audio_bytes)
         options = _form_options(self.config, self.media.texts)
         self._forms = TextForms(self.engine.input_processor.tokenizers.model, options)
         self.renders = BoundedThreads(self.config.chat_template_timeout)

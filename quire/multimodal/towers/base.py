@@ -44,6 +44,7 @@ _MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "q_k_v": ("q", "k", "v"),
+    "query_key_value": ("query", "key", "value"),
     "wi_0_wi_1": ("wi_0", "wi_1"),
 }
 """Layers that hold several modules of a checkpoint."""
