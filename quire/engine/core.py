@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.core_feature import core_features
-from quire.engine.file_states import check_files
+from quire.engine.file_states import check_files, states_of
 from quire.engine.kv_events import create_publisher
 from quire.engine.messages import (
     AbortRequests,
@@ -40,7 +41,7 @@ from quire.engine.sleeper import Sleeper
 from quire.engine.step_loop import Clock, make_loop
 from quire.engine.tokenizer_cache import load_vocabulary
 from quire.engine.trace import create_trace, recorded
-from quire.errors import ClientError, EngineDeadError, StartupError
+from quire.errors import ClientError, EngineDeadError, StartupError, ValidationError
 from quire.executor.base import Executor, resolve_executor
 from quire.kv_cache.sizing import resolve_max_model_len, size_kv_cache
 from quire.plugins import load_general_plugins
@@ -53,7 +54,7 @@ from quire.supervision.progress import Progress, with_progress
 logger = logging.getLogger(__name__)
 
 # Utilities that leave scheduler and worker inconsistent if they fail midway.
-VITAL = frozenset({"sleep", "wake_up"})
+VITAL = frozenset({"sleep", "wake_up", "commit_weights", "forget_cache"})
 
 
 class EngineCore:
@@ -95,6 +96,7 @@ class EngineCore:
         self._cache_deltas = CacheDeltaBuffer() if config.tells_cache else None
         self.executor.use_vocabulary(partial(load_vocabulary, config))
         self._lockstep = lockstep
+        self._config = config
         executor = self.executor
         if progress is not None:
             executor = with_progress(executor, progress, is_alone=lockstep is None)
@@ -117,6 +119,11 @@ class EngineCore:
             "sleep": self._sleep,
             "wake_up": self._sleeper.wake_up,
             "run_on_worker": self.executor.run_on_worker,
+            "forget_cache": self._forget_cache,
+            "prepare_weights": self._prepare_weights,
+            "commit_weights": self._commit_weights,
+            "drop_weights": self.executor.drop_weights,
+            "call_workers": self.executor.call_workers,
         }
         for feature in self._features:
             self.utilities.update(feature.utilities)
@@ -229,6 +236,40 @@ class EngineCore:
     def _reset_prefix_cache(self) -> bool:
         self._settle()
         return self.scheduler.reset_prefix_cache()
+
+    def _forget_cache(self) -> None:
+        """Discard all cached content of a paused core; retained requests are computed again."""
+        self._sleeper.check_paused()
+        self._settle()
+        self._sleeper.forget()
+
+    def _prepare_weights(self, model_dir: str) -> None:
+        """Load weights beside those in use; none if this core was started with them.
+
+        Raises:
+            ClientError: the core is not paused, or the weights do not fit.
+        """
+        self._sleeper.check_paused()
+        if model_dir == self._config.model_dir:
+            return
+        self._settle()
+        for feature in self._features:
+            feature.check_new_weights()
+        self._sleeper.begin()
+        try:
+            self.executor.prepare_weights(model_dir)
+        except StartupError as error:
+            raise ValidationError(str(error).replace(f"{model_dir}/", "")) from None
+
+    def _commit_weights(self, model_dir: str) -> None:
+        """Use the prepared weights; nothing computed with the old ones is left."""
+        if model_dir == self._config.model_dir:
+            return
+        self._sleeper.check_paused()
+        self._settle()
+        config = self._config.with_weights(model_dir)
+        self._config = replace(config, files=states_of(config))
+        self._sleeper.replace_weights(partial(check_files, self._config))
 
     def _settle(self) -> None:
         """Let features end their work on the KV cache; updates of steps that this takes are queued."""

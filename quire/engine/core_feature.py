@@ -76,6 +76,14 @@ class CoreFeature:
         """End all work on the KV cache, which is about to be cleared or freed; a step may be run for that."""
         return None
 
+    def check_new_weights(self) -> None:
+        """Check that the weights can be replaced now, while the scheduler is paused.
+
+        Raises:
+            ConflictError: the feature holds something of the old ones that a request needs.
+        """
+        return None
+
     def close(self) -> None:
         """Release what the feature itself has opened."""
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+from quire.errors import ConflictError
 from quire.engine.step_loop import Clock, StepLoop
 from quire.executor.base import Executor
 from quire.processes import collect_garbage
@@ -51,12 +52,11 @@ class Sleeper:
 
     def sleep(self, level: int) -> list[str]:
         """Enter a sleep level, or a deeper one; return the tags that sleep."""
-        self._begin()
+        self.begin()
         self._scheduler.pause(self._clock())
         self._drain()
         if level > 0:
-            self._scheduler.forget(self._clock())
-            self._drain()  # the worker frees the rows
+            self.forget()  # the worker frees the rows
             self._executor.sleep(level)
             collect_garbage()
         self.rest = self.rest.deeper(level)
@@ -73,7 +73,7 @@ class Sleeper:
         """
         wanted = list(tags)
         self.rest.without(wanted)
-        self._begin()
+        self.begin()
         for tag in MEMORY_TAGS:
             if tag in wanted and tag in self.rest.asleep:
                 self._wake(tag)
@@ -84,6 +84,36 @@ class Sleeper:
         logger.info("awake but for: %s", ", ".join(sorted(self.rest.asleep)) or "nothing")
         return sorted(self.rest.asleep)
 
+    def check_paused(self) -> None:
+        """Raise ConflictError unless no step is planned and the weights are in memory."""
+        if not self.rest:
+            raise ConflictError("the engine is not paused")
+        if WEIGHTS in self.rest.asleep:
+            raise ConflictError("the weights are asleep: wake them first (tags=weights)")
+
+    def begin(self) -> None:
+        """Mark the beginning of work that may take as long as loading."""
+        if self._progress is not None:
+            self._progress.load()
+
+    def forget(self) -> None:
+        """Discard all cached content; retained requests are computed again. The scheduler is paused."""
+        self._scheduler.forget(self._clock())
+        self._drain()
+
+    def replace_weights(self, check_files: Callable[[], None]) -> None:
+        """Use the weights that the executor has prepared; the scheduler is paused.
+
+        Args:
+            check_files: of the new weights, see the class.
+        """
+        self.begin()
+        self._drain()
+        self.forget()
+        self._executor.commit_weights()
+        self._check_files = check_files
+        collect_garbage()
+
     def _wake(self, tag: str) -> None:
         rereads = tag == WEIGHTS and self.rest.level > 1
         if rereads:
@@ -91,10 +121,6 @@ class Sleeper:
         self._executor.wake_up(tag)
         if rereads:
             self._check_files()  # files may have changed while they were read
-
-    def _begin(self) -> None:
-        if self._progress is not None:
-            self._progress.load()
 
     def _drain(self) -> None:
         """Process the results of steps in flight, and have the worker free removed requests."""

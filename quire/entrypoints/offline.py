@@ -67,7 +67,7 @@ class OfflineEngine:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of the worker by name, or a function with the worker as its first argument.
+        """Call a method of the extension class or the worker by name, or a function with the worker as first argument.
 
         Returns a list of one result, since the worker must be in this process. `timeout` must be None: the call runs
         in this thread.
@@ -80,7 +80,8 @@ class OfflineEngine:
             raise ValidationError("collective_rpc runs in this thread and takes no timeout", param="timeout")
 
         def call(worker: Any) -> Any:
-            function = getattr(worker, method) if isinstance(method, str) else partial(method, worker)
+            owner = worker.extension if isinstance(method, str) and hasattr(worker.extension, method) else worker
+            function = getattr(owner, method) if isinstance(method, str) else partial(method, worker)
             return function(*args, **(kwargs or {}))
 
         return [self.llm_engine.run_on_worker(call)]
@@ -93,6 +94,11 @@ class OfflineEngine:
             Exception: as the function raises.
         """
         return [self.llm_engine.run_on_worker(lambda worker: function(worker.model))]
+
+    @property
+    def weights(self) -> Any:
+        """Updates of the weights (`quire.training.updates.WeightUpdates`)."""
+        return self.llm_engine.weights
 
     def get_metrics(self) -> list[Metric]:
         """Return the engine's metrics since its start, under vLLM's names.

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.features import MEDIA_ENCODER, ROW_MOVER
+from quire.features import MEDIA_ENCODER, ROW_MOVER, WORKER_CALLS, WORKER_EXTENSION
 from quire.kernels import ops
 from quire.kv_cache.rows import RowMover, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts, fit_states
@@ -81,6 +82,16 @@ def refused_memory(purpose: str, remedy: str) -> Iterator[None]:
         raise StartupError(f"not enough memory for {purpose} ({tried}); {remedy}") from error
 
 
+class LoadedModels(NamedTuple):
+    """Models with weights of one checkpoint, and what refers to them."""
+
+    config: EngineConfig
+    model: CausalLM
+    draft: CausalLM | None
+    encoder: MediaEncoder | None
+    slots: AdapterSlots | None
+
+
 class Worker:
     """Loads a model, sizes and allocates its KV cache, and runs steps.
 
@@ -119,6 +130,9 @@ class Worker:
             base_model=config.model.model,
         )
         self._slots: AdapterSlots | None = None
+        self.extension: Any = None
+        self._beside: LoadedModels | None = None  # New weights, until they are committed or dropped.
+        self._tensors: tuple[Tensor, ...] = ()  # KV cache of the runner.
 
     def load(self) -> None:
         """Load the weights and run the model once.
@@ -127,6 +141,8 @@ class Worker:
             StartupError: the checkpoint cannot be loaded, or the machine has no memory for it.
         """
         started = time.monotonic()
+        if self._config.training.worker_extension_cls:
+            self.extension = import_place(WORKER_EXTENSION)(self)
         self._device.start(self._config)
         with refused_memory("the model", "reduce it with --max-model-len, --dtype or --quantization"):
             self._stage = resolve_stage_sizes(self._config, self._shard, self._stage)
@@ -155,12 +171,16 @@ class Worker:
         """
         kv_config = self._kv_config = kv_config.of_layers(self.kv_cache_specs())
         with refused_memory("the KV cache", "reduce --kv-cache-memory-bytes or --swap-space"):
-            tensors, transfers = self._bind_cache(kv_config), self._device.transfers
-            shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in tensors]
+            self._tensors, transfers = self._bind_cache(kv_config), self._device.transfers
+            shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in self._tensors]
             host_tier = [transfers.host_memory(shape) for shape in shapes]
-        self._copier = BlockCopier(tensors, host_tier, transfers.copy_blocks)
+        self._copier = BlockCopier(self._tensors, host_tier, transfers.copy_blocks)
         if self._rows is not None:
             self._rows.use(host_tier)
+        self._make_runner(kv_config)
+
+    def _make_runner(self, kv_config: KVCacheConfig) -> None:
+        """Build the model runner over a bound KV cache."""
         self._runner = ModelRunner(
             self._loaded(),
             self._config,
@@ -251,6 +271,7 @@ class Worker:
         if self._runner is not None:
             self._runner.read_all()
             self._runner = self._copier = None
+            self._tensors = ()
             if self._rows is not None:
                 self._rows.use([])
             self._bind_minimal_cache()
@@ -281,36 +302,90 @@ class Worker:
         assert self._kv_config is not None, "wake_up of a KV cache that was never initialized"
         self.initialize_kv_cache(self._kv_config)
 
+    def prepare_weights(self, model_dir: str) -> None:
+        """Load the weights of another directory beside those in use, which go on to be used.
+
+        Raises:
+            StartupError: they do not fit the model, are damaged, or there is no memory for both.
+        """
+        self._beside = None
+        with refused_memory("a second copy of the weights", "free memory, or reduce --kv-cache-memory-bytes"):
+            self._beside = self._loaded_models(self._config.with_weights(model_dir), None)
+
+    def commit_weights(self) -> None:
+        """Use the prepared weights from now on; no step is in flight and there is no row. The KV cache stays allocated.
+
+        Everything that was computed from the old ones, or has their addresses, goes with them.
+        """
+        beside, self._beside = self._beside, None
+        assert beside is not None, "commit_weights() without prepare_weights()"
+        if self._runner is not None:
+            self._runner.read_all()
+            self._runner = None
+        self._use(beside)
+        if self._rows is not None:  # its store holds rows of the old weights
+            self._rows.close()
+            self._rows = import_place(ROW_MOVER)(self._config, self._kv_config, self._shard, self._stage)
+            self.rows.use([] if self._copier is None else self._copier.host)
+        if self._copier is None:
+            self._bind_minimal_cache()
+        else:
+            assert self._kv_config is not None
+            bind_kv_cache(self._models(), self._kv_config, self._tensors)
+            self._make_runner(self._kv_config)
+        self._device.memory.give_back()
+
+    def drop_weights(self) -> None:
+        """Drop prepared weights, if there are any."""
+        self._beside = None
+        self._device.memory.give_back()
+
+    def call(self, name: str, args: Sequence[Any]) -> Any:
+        """Return the result of a feature's function (`quire.features.WORKER_CALLS`) with this worker."""
+        return import_place(WORKER_CALLS[name])(self, *args)
+
     def shutdown(self) -> None:
         if self._rows is not None:
             self._rows.close()
-        self._model = self._draft = self._runner = self._copier = self._encoder = None
+        self._model = self._draft = self._runner = self._copier = self._encoder = self._beside = None
         self.grammars.close()
         self.adapters.close()
 
     def _load_model(self) -> None:
-        """Load the model, its LoRA slots if adapters are served, and the draft model if there is one."""
-        self._model = load_model(self._config, self._shard, self._stage)
-        if self._config.draft is not None and self._stage.is_last:
-            self._draft = load_model(self._config.draft, prefix=DRAFT_PREFIX)
-            if isinstance(self._draft, AutoregressiveHead):
-                self._draft.share(self._model)
-        if self._model.takes_media and self._stage.is_first and self._encoder is None:
-            self._encoder = import_place(MEDIA_ENCODER)(self._config)
-        lora = self._config.lora
-        if lora.enable_lora:
-            targets, transfers = Targets(self._model), self._device.transfers
-            self._slots = AdapterSlots(
-                targets,
-                lora.max_loras,
-                lora.max_lora_rank,
-                lora_dtype(self._config),
-                transfers.torch_device,
-                transfers.upload,
-                max_rows=lora.lora_extra_vocab_size,
-                row_dtype=model_dtype(self._config),
-            )
-            self.adapters.use_targets(targets)
+        self._use(self._loaded_models(self._config, self._encoder))
+
+    def _use(self, loaded: LoadedModels) -> None:
+        self._config, self._model, self._draft, self._encoder, self._slots = loaded
+        if self._slots is not None:
+            self.adapters.use_targets(Targets(loaded.model))
+
+    def _loaded_models(self, config: EngineConfig, encoder: MediaEncoder | None) -> LoadedModels:
+        """Load the model, its LoRA slots if adapters are served, the draft model if there is one, and the encoder of a
+        model that takes media, unless one is given.
+        """
+        model, draft = load_model(config, self._shard, self._stage), None
+        if config.draft is not None and self._stage.is_last:
+            draft = load_model(config.draft, prefix=DRAFT_PREFIX)
+            if isinstance(draft, AutoregressiveHead):
+                draft.share(model)
+        if model.takes_media and self._stage.is_first and encoder is None:
+            encoder = import_place(MEDIA_ENCODER)(config)
+        return LoadedModels(config, model, draft, encoder, self._adapter_slots(config, model))
+
+    def _adapter_slots(self, config: EngineConfig, model: CausalLM) -> AdapterSlots | None:
+        lora, transfers = config.lora, self._device.transfers
+        if not lora.enable_lora:
+            return None
+        return AdapterSlots(
+            Targets(model),
+            lora.max_loras,
+            lora.max_lora_rank,
+            lora_dtype(config),
+            transfers.torch_device,
+            transfers.upload,
+            max_rows=lora.lora_extra_vocab_size,
+            row_dtype=model_dtype(config),
+        )
 
     def _row_adapters(self) -> RowAdapters | None:
         if self._slots is None:
@@ -335,6 +410,21 @@ class Worker:
             encodes=whole is not None and whole.encoder_length > 0,
             encodes_any_length=whole is not None and whole.reads_text,
         )
+
+    @property
+    def config(self) -> EngineConfig:
+        """Configuration, with the directory of the weights in use."""
+        return self._config
+
+    @property
+    def rank(self) -> int:
+        """Number among the ranks of its replica."""
+        return self._stage.index * self._shard.of + self._shard.rank
+
+    @property
+    def shard(self) -> Shard:
+        """Tensor-parallel shard."""
+        return self._shard
 
     @property
     def model(self) -> CausalLM:

@@ -172,8 +172,8 @@ class ApiProcesses(Protocol):
     async def ask(self, query: str, *args: Any) -> list[Any]:
         """Return every process's answer, the supervisor's first."""
 
-    async def run_command(self, command: str, *args: Any) -> None:
-        """Let the supervisor process execute this command."""
+    async def run_command(self, command: str, *args: Any) -> Any:
+        """Let the supervisor process execute this command; returns its result."""
 
     async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
         """Send the served adapters to the other processes; called in the supervisor process only."""
@@ -230,7 +230,7 @@ class ServerState:
             return "the engine has stopped"
         if self.draining:
             return "the server is shutting down"
-        if self.engine.is_sleeping:
+        if self.engine.refuses_requests:
             return "the engine is asleep and takes no requests until it is woken"
         return None if self.engine.is_ready else "the model is loading, or the engine does not answer"
 
@@ -305,18 +305,18 @@ class ServerState:
             return [await self.answer(query, *args)]
         return await self.siblings.ask(query, *args)
 
-    async def execute_command(self, command: str, *args: Any) -> None:
-        """Execute a command in this process, for all.
+    async def execute_command(self, command: str, *args: Any) -> Any:
+        """Execute a command in this process, for all; returns its result, serializable data.
 
         Raises:
             QuireError: it failed.
         """
-        await self.command_handlers[command](self, *args)
+        return await self.command_handlers[command](self, *args)
 
-    async def run_command(self, command: str, *args: Any) -> None:
+    async def run_command(self, command: str, *args: Any) -> Any:
         """Execute a command in the supervisor process. Raises as `execute_command` does."""
         run = self.execute_command if self.siblings is None else self.siblings.run_command
-        await run(command, *args)
+        return await run(command, *args)
 
     async def prepare(self) -> None:
         """Report errors of the chat template at start-up, not at the first request.
