@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from quire.errors import ConflictError
 from quire.engine.step_loop import Clock, StepLoop
+from quire.errors import ConflictError
 from quire.executor.base import Executor
 from quire.processes import collect_garbage
 from quire.scheduler.output import RequestUpdate
@@ -112,7 +112,6 @@ class Sleeper:
         self.forget()
         self._executor.commit_weights()
         self._check_files = check_files
-        collect_garbage()
 
     def _wake(self, tag: str) -> None:
         rereads = tag == WEIGHTS and self.rest.level > 1

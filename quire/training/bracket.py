@@ -90,7 +90,9 @@ class Brackets:
         staged = self.get(update_id).staged
         parts = info if isinstance(info, list) else [info]
         if not 0 < len(parts) <= MAX_PARTS:
-            raise ValidationError(f"update_info has {len(parts)} parts, not 1 to {MAX_PARTS}", param="update_info")
+            raise ValidationError(
+                f"update_info has {len(parts)} parts, not 1 to {MAX_PARTS}", param="update_info"
+            )
         for part in parts:
             self._add_part(staged, part)
 
@@ -172,7 +174,9 @@ def read_version(text: Any) -> str:
         ValidationError: it does not.
     """
     if not isinstance(text, str) or not 0 < len(text) <= 128 or not (text.isascii() and text.isprintable()):
-        raise ValidationError("weight_version must be 1 to 128 printable ASCII characters", param="weight_version")
+        raise ValidationError(
+            "weight_version must be 1 to 128 printable ASCII characters", param="weight_version"
+        )
     return text
 
 
@@ -182,7 +186,12 @@ def read_path(text: Any) -> Path:
     Raises:
         ValidationError: it is none.
     """
-    if not isinstance(text, str) or len(text) > 8 * MAX_NAME_CHARS or not text.startswith("/") or "\0" in text:
+    if (
+        not isinstance(text, str)
+        or len(text) > 8 * MAX_NAME_CHARS
+        or not text.startswith("/")
+        or "\0" in text
+    ):
         raise ValidationError("path must be absolute, of a directory with *.safetensors", param="update_info")
     path = Path(text)
     try:
@@ -215,7 +224,9 @@ def _address_of(info: Any) -> Any:
 def _check_replaceable(config: EngineConfig) -> None:
     parallel, why = config.parallel, ""
     if is_gguf(Path(config.model_dir)):
-        why = "the model is a GGUF file, whose quantized weights a trainer does not have; serve its safetensors"
+        why = (
+            "the model is a GGUF file, whose quantized weights a trainer does not have; serve its safetensors"
+        )
     elif parallel.nnodes > 1 or parallel.remote_replicas or parallel.distributed_executor_backend == "ray":
         why = "ranks or replicas run on other hosts"
     elif config.kv_store.transfer is not None:

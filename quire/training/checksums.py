@@ -34,7 +34,9 @@ def check_baseline(baseline: Any) -> Mapping[str, str]:
         ValidationError: it is none.
     """
     if not isinstance(baseline, Mapping) or not all(isinstance(one, str) for one in baseline.values()):
-        raise ValidationError("baseline must be an object of name -> digest, as checksum returns it", param="baseline")
+        raise ValidationError(
+            "baseline must be an object of name -> digest, as checksum returns it", param="baseline"
+        )
     return baseline
 
 

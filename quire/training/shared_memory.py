@@ -18,7 +18,7 @@ from typing import Any
 from quire.errors import ValidationError
 from quire.training.staging import Fill
 
-FOLDER = Path("/dev/shm")  # noqa: S108  - where Linux keeps POSIX shared memory
+FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"/?([A-Za-z0-9_-][A-Za-z0-9_.-]{0,127})")
 
 

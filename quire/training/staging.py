@@ -83,7 +83,9 @@ class StagedWeights:
         left = total_bytes(specs)
         twice = self._names.intersection(spec.name for spec in specs)
         if twice:
-            raise ValidationError(f"tensor {min(twice)!r} was sent before in this update", param="update_info")
+            raise ValidationError(
+                f"tensor {min(twice)!r} was sent before in this update", param="update_info"
+            )
         if self._num_bytes + left > self._most_bytes:
             raise ValidationError(
                 f"the update would take {self._num_bytes + left} bytes; at most {self._most_bytes} are allowed, "

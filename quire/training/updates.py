@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import EngineError, QuireError, ValidationError
+from quire.errors import ConflictError, QuireError, ValidationError
 from quire.sleep.modes import check_mode
 from quire.training.bracket import Bracket, Brackets, read_version
 from quire.training.checksums import check_baseline, compare, merged
@@ -224,7 +224,9 @@ class AsyncWeightUpdates:
                 self._brackets.used(bracket.staged)
             finally:
                 await self._end(bracket, outcome, time.monotonic() - started)
-            logger.info("weights %r are in use, %.2f s after the update's end", version, time.monotonic() - started)
+            logger.info(
+                "weights %r are in use, %.2f s after the update's end", version, time.monotonic() - started
+            )
             return version
 
     async def abort(self, update_id: str | None = None) -> None:
@@ -246,6 +248,23 @@ class AsyncWeightUpdates:
             await self.abort(update_id)
             raise
         return await self.finish(version, update_id)
+
+    async def add_named(self, info: Any) -> None:
+        """Add tensors to the open update, or to a new one; `sync` finishes it."""
+        if not self.is_open:
+            await self.begin()
+        await self.update(info)
+
+    async def sync(self) -> None:
+        """Finish the open update, if there is one, which clears the prefix cache; else clear it.
+
+        Raises:
+            ConflictError: requests are running, and there is no update.
+        """
+        if self.is_open:
+            await self.finish()
+        elif not await self._engine.reset_prefix_cache():
+            raise ConflictError("the prefix cache was not reset: requests are running")
 
     async def rename(self, version: str) -> None:
         """Set the version of the weights in use."""
@@ -294,5 +313,5 @@ class AsyncWeightUpdates:
     async def _abort_silently(self, update_id: str) -> None:
         try:
             await self._abort(update_id)
-        except (QuireError, EngineError) as error:  # it was finished meanwhile, or the engine has ended
+        except QuireError as error:  # it was finished meanwhile, or the engine has ended
             logger.info("the weight update was not aborted: %s", error)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +21,17 @@ from quire.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-STRETCH = 1 << 22
-"""Elements that are summed at a time."""
+STRETCH = 1 << 18
+"""Elements that are looked at together, so that they stay in the processor's cache."""
+EXPONENTS: Mapping[torch.dtype, tuple[type, int]] = {
+    torch.float64: (np.int64, 0x7FF0000000000000),
+    torch.float32: (np.int32, 0x7F800000),
+    torch.float16: (np.int16, 0x7C00),
+    torch.bfloat16: (np.int16, 0x7F80),
+    torch.float8_e5m2: (np.int8, 0x7C),
+    torch.float8_e4m3fn: (np.int8, 0x7F),
+}
+"""Bits that are all set in infinities and NaNs alone, and the integer of the same size."""
 
 
 @torch.no_grad()
@@ -56,7 +65,7 @@ def check_finite(worker: Worker, model_dir: str) -> None:
         for file in open_files(Path(model_dir)):
             for info in file.tensors.values():
                 whole = file.part(info, tuple(slice(0, size) for size in info.shape))
-                if info.dtype.is_floating_point and not _is_finite(whole):
+                if info.dtype in EXPONENTS and not _is_finite(whole):
                     raise ValidationError(
                         f"tensor {info.name!r} has values that are not finite; the old weights stay",
                         param="update_info",
@@ -66,11 +75,13 @@ def check_finite(worker: Worker, model_dir: str) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether all elements are finite: a sum is not if one is not, and only then each is looked at."""
-    flat = tensor.reshape(-1)
-    for part in flat.split(STRETCH):
-        part = part.to(torch.float32) if part.element_size() == 1 else part
-        if not math.isfinite(float(part.sum(dtype=torch.float32))) and not bool(torch.isfinite(part).all()):
+    """Return whether all elements are finite, by their bits: arithmetic would be several times slower."""
+    integer, bits = EXPONENTS[tensor.dtype]
+    codes, mask = tensor.reshape(-1).view(torch.uint8).numpy().view(integer), integer(bits)
+    masked = np.empty(min(STRETCH, len(codes)), dtype=integer)
+    for start in range(0, len(codes), STRETCH):
+        part = codes[start : start + STRETCH]
+        if np.bitwise_and(part, mask, out=masked[: len(part)]).max() == mask:
             return False
     return True
 
@@ -83,17 +94,23 @@ def collective_rpc(worker: Worker, method: str, args: Sequence[Any], kwargs: Map
     """
     extension = worker.extension
     if extension is None:
-        raise ValidationError("no methods can be called: start with --worker-extension-cls module:Class", param="method")
+        raise ValidationError(
+            "no methods can be called: start with --worker-extension-cls module:Class", param="method"
+        )
     if method not in extension.methods:
         known = ", ".join(sorted(extension.methods)) or "none"
-        raise ValidationError(f"method {method!r:.80} is not one of the extension class: {known}", param="method")
+        raise ValidationError(
+            f"method {method!r:.80} is not one of the extension class: {known}", param="method"
+        )
     try:
         result = extension.methods[method](*args, **kwargs)
     except (QuireError, ConfigError):
         raise
     except Exception as error:  # the operator's code, or arguments of the caller
         logger.exception("the method %r of the worker extension failed", method)
-        raise ValidationError(f"method {method!r} failed: {type(error).__name__}: {error}", param="method") from None
+        raise ValidationError(
+            f"method {method!r} failed: {type(error).__name__}: {error}", param="method"
+        ) from None
     return result if result is None or is_plain(result) else str(result)
 
 

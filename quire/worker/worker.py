@@ -323,6 +323,7 @@ class Worker:
             self._runner.read_all()
             self._runner = None
         self._use(beside)
+        self._device.memory.give_back()
         if self._rows is not None:  # its store holds rows of the old weights
             self._rows.close()
             self._rows = import_place(ROW_MOVER)(self._config, self._kv_config, self._shard, self._stage)
@@ -333,7 +334,6 @@ class Worker:
             assert self._kv_config is not None
             bind_kv_cache(self._models(), self._kv_config, self._tensors)
             self._make_runner(self._kv_config)
-        self._device.memory.give_back()
 
     def drop_weights(self) -> None:
         """Drop prepared weights, if there are any."""
