@@ -57,8 +57,8 @@ class CollectiveRPC(RequestModel):
     """Call of a method of the class that the operator names with --worker-extension-cls."""
 
     method: str = Field(min_length=1, max_length=256)
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+    args: list[Any] = Field(default_factory=list)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
     timeout: float | None = Field(None, gt=0.0, le=86400.0)
 
 
