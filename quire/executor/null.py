@@ -17,6 +17,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from quire.entrypoints.openai.parsing import checked, read_request
+from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.protocol.requests import RequestModel
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.errors import UnavailableError, ValidationError
@@ -39,7 +39,7 @@ VERBS = frozenset(
 async def read_optional(request: Request, model: type[Body]) -> Body:
     """Read a body that may be missing."""
     has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
-    return await (read_request(request, model) if has_body else checked(request, {}, model))
+    return await read_request(request, model) if has_body else model()
 
 
 async def run(request: Request, verb: str, *args: Any) -> Any:

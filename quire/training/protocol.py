@@ -129,7 +129,7 @@ class WorldSize(msgspec.Struct):
     world_size: int
 
 
-class Checked(msgspec.Struct, omit_defaults=True):
+class Checked(msgspec.Struct):
     """Reply of /weight_checker: checksums, or whether they match a baseline and the names that do not."""
 
     checksums: dict[str, str] | None = None

@@ -155,7 +155,7 @@ async def weight_info(request: Request) -> Response:
 
 
 @controls.post("/weight_checker")
-@controls.post("/weights_checker", include_in_schema=False)
+@controls.post("/weights_checker")
 @describe(Operation(body=(WeightChecker,), reply=Checked))
 async def weight_checker(request: Request) -> Response:
     """Return SHA-256 checksums of the weights in their final form, or compare them with a baseline."""
@@ -172,7 +172,7 @@ async def weight_checker(request: Request) -> Response:
 
 
 @controls.get("/get_world_size")
-@controls.get("/get_world_size/", include_in_schema=False)
+@controls.get("/get_world_size/")
 @describe(Operation(reply=WorldSize, query=WORLD_QUERY))
 async def get_world_size(request: Request) -> Response:
     """Return the number of ranks, of all replicas unless `include_dp` is false."""

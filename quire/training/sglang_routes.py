@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's routes of training loops, for the admin key; those that need pickle, NCCL or CUDA handles refuse in words."""
+"""SGLang's routes of training loops, for the admin key; routes that need pickle, NCCL or CUDA handles are refused."""
 
 from __future__ import annotations
 
