@@ -15,7 +15,7 @@ import pytest
 import quire
 
 PACKAGE = Path(quire.__file__).parent
-FEATURES = ("batch", "console", "disagg", "kv_store", "simulate", "speech")
+FEATURES = ("batch", "console", "disagg", "kv_store", "simulate", "speech", "training")
 PROGRAM = """
 import asyncio, sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]

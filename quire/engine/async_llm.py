@@ -399,6 +399,25 @@ class AsyncLLM:
         """Updates of the weights while serving (`quire.training.updates.AsyncWeightUpdates`)."""
         return import_place(WEIGHT_UPDATES["server"])(self)
 
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,  # noqa: ASYNC109  - vLLM's name
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the extension class (`worker_extension_cls`) on every worker; return their results.
+
+        Arguments and results are plain data; other results are returned as text.
+
+        Raises:
+            ValidationError: there is no such method, or it failed.
+            TimeoutError: `timeout` seconds are over; the workers go on.
+        """
+        call = self._call_each("call_workers", "collective_rpc", [method, list(args), dict(kwargs or {})])
+        async with asyncio.timeout(timeout):
+            return [result for ranks in await call for result in ranks]
+
     @property
     def weight_version(self) -> str:
         """Version of the weights in use."""

@@ -259,7 +259,9 @@ class EngineCore:
         try:
             self.executor.prepare_weights(model_dir)
         except StartupError as error:
-            raise ValidationError(str(error).replace(f"{model_dir}/", "").replace(model_dir, "the update")) from None
+            raise ValidationError(
+                str(error).replace(f"{model_dir}/", "").replace(model_dir, "the update")
+            ) from None
 
     def _commit_weights(self, model_dir: str) -> None:
         """Use the prepared weights; nothing computed with the old ones is left."""

@@ -69,8 +69,8 @@ class OfflineEngine:
     ) -> list[Any]:
         """Call a method of the extension class or the worker by name, or a function with the worker as first argument.
 
-        Returns a list of one result, since the worker must be in this process. `timeout` must be None: the call runs
-        in this thread.
+        Returns the result of each worker. Workers in other processes can be called by the names of the extension class
+        (`worker_extension_cls`) alone, with plain data. `timeout` must be None: the call runs in this thread.
 
         Raises:
             ValidationError: the workers are in other processes, or there is a timeout.
@@ -79,8 +79,17 @@ class OfflineEngine:
         if timeout is not None:
             raise ValidationError("collective_rpc runs in this thread and takes no timeout", param="timeout")
 
+        config = self.llm_engine.config
+        is_elsewhere = config.parallel.num_ranks * config.parallel.num_replicas > 1
+        if is_elsewhere and isinstance(method, str) and config.training.worker_extension_cls:
+            terms = [method, list(args), dict(kwargs or {})]
+            each = self.llm_engine.call_cores("call_workers", "collective_rpc", terms)
+            return [result for ranks in each for result in ranks]
+
         def call(worker: Any) -> Any:
-            owner = worker.extension if isinstance(method, str) and hasattr(worker.extension, method) else worker
+            owner = (
+                worker.extension if isinstance(method, str) and hasattr(worker.extension, method) else worker
+            )
             function = getattr(owner, method) if isinstance(method, str) else partial(method, worker)
             return function(*args, **(kwargs or {}))
 

@@ -110,7 +110,9 @@ class Executor(ABC):
             StartupError: they do not fit the model, are damaged, or there is no memory for both.
             ValidationError: this executor cannot.
         """
-        raise ValidationError(f"{type(self).__name__} cannot replace weights; start the server again with them")
+        raise ValidationError(
+            f"{type(self).__name__} cannot replace weights; start the server again with them"
+        )
 
     def commit_weights(self) -> None:
         """Use the prepared weights from now on. No step is in flight and there is no row; the cache is empty."""

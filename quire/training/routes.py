@@ -6,7 +6,6 @@ The engine's names come from `quire.training.updates`; SGLang's and TRL's routes
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -187,13 +186,11 @@ async def get_world_size(request: Request) -> Response:
 async def collective_rpc(request: Request) -> Response:
     """Call a method of the operator's extension class on every worker, between steps."""
     body, engine = await read_request(request, CollectiveRPC), server_of(request).engine
-    call = engine.call_cores("call_workers", "collective_rpc", [body.method, body.args, body.kwargs])
     try:
-        async with asyncio.timeout(body.timeout):
-            each = await call
+        results = await engine.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
     except TimeoutError:
         raise DeadlineError(f"the workers have not returned within {body.timeout:g} s; they go on") from None
-    return json_response(RPCResults([result for ranks in each for result in ranks]))
+    return json_response(RPCResults(results))
 
 
 ROUTERS = (controls, sglang_routes.controls, trl_routes.controls)

@@ -64,7 +64,8 @@ _LOADING = (
         "qlora_adapter_name_or_path", "give the adapter with --enable-lora --lora-modules NAME=DIRECTORY"
     ),
     accepted(
-        "weight_transfer_config", "each update names its source: directory, segment or address (docs/training.md)"
+        "weight_transfer_config",
+        "each update names its source: directory, segment or address (docs/training.md)",
     ),
 )
 
