@@ -126,6 +126,13 @@ class AsyncLLM:
         return self._all_ready.is_set() and not self.errored and bool(self._front_end.cores_up)
 
     @property
+    def loading(self) -> Any:
+        """Stage of the first core that loads (`quire.supervision.progress.LoadingState`); None: unknown, or none
+        loads.
+        """
+        return next((state for client in self._clients if (state := client.loading) is not None), None)
+
+    @property
     def stalls(self) -> bool:
         """True if a core has loaded and every loaded core seems to hang."""
         return self._front_end.stalls

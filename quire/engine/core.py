@@ -81,11 +81,15 @@ class EngineCore:
         load_general_plugins()
         scheduler_class = resolve_scheduler(config.scheduler.scheduler_cls)
         self.executor: Executor = resolve_executor(config.parallel.distributed_executor_backend)(config)
+        if progress is not None:
+            self.executor.note_loading = progress.note_loading
         with _shut_down_on_error(self.executor):
+            self.executor.note_loading("weights")
             self.executor.load()
             check_files(config)
             kv_config = size_kv_cache(config, self.executor.kv_cache_specs(), self.executor.kv_memory())
             config = resolve_max_model_len(config, kv_config)
+            self.executor.note_loading("kv_cache")
             self.executor.initialize_kv_cache(kv_config)
             self.scheduler = scheduler_class(config, kv_config)
             self._trace = create_trace(config, kv_config)

@@ -29,14 +29,21 @@ def _forget(request_ids: Sequence[str]) -> None:
     """Keep no record."""
 
 
+def _forget_loading(stage: str, done_bytes: int = 0, total_bytes: int = 0) -> None:
+    """Keep no record."""
+
+
 class Executor(ABC):
     """Owner of one or more workers.
 
     Attributes:
         note_encoding: receives the requests whose media are encoded next, before each `encode_media`; none after it.
+        note_loading: receives the stage of loading ("weights", "warm_up", "kv_cache"), with the bytes of weights read
+            so far and altogether, if known.
     """
 
     note_encoding: Callable[[Sequence[str]], None] = staticmethod(_forget)
+    note_loading: Callable[..., None] = staticmethod(_forget_loading)
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

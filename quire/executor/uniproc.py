@@ -147,6 +147,7 @@ class UniprocExecutor(Executor):
         self._steps: deque[Callable[[], Callable[[], ModelRunnerOutput]]] = deque()
 
     def load(self) -> None:
+        self._worker.note_loading = self.note_loading
         self._lane.start(self._worker.load)()
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:

@@ -131,6 +131,7 @@ class Worker:
         )
         self._slots: AdapterSlots | None = None
         self.extension: Any = None
+        self.note_loading: Callable[..., None] = lambda *progress: None  # See `Executor.note_loading`.
         self._beside: LoadedModels | None = None  # New weights, until they are committed or dropped.
         self._tensors: tuple[Tensor, ...] = ()  # KV cache of the runner.
 
@@ -148,6 +149,7 @@ class Worker:
             self._stage = resolve_stage_sizes(self._config, self._shard, self._stage)
             self._load_model()
             loaded = time.monotonic()
+            self.note_loading("warm_up")
             self._warm_up()
         logger.info(
             "model loaded in %.2f s, warmed up in %.2f s", loaded - started, time.monotonic() - loaded
@@ -363,7 +365,10 @@ class Worker:
         """Load the model, its LoRA slots if adapters are served, the draft model if there is one, and the encoder of a
         model that takes media, unless one is given.
         """
-        model, draft = load_model(config, self._shard, self._stage), None
+        model, draft = (
+            load_model(config, self._shard, self._stage, note=partial(self.note_loading, "weights")),
+            None,
+        )
         if config.draft is not None and self._stage.is_last:
             draft = load_model(config.draft, prefix=DRAFT_PREFIX)
             if isinstance(draft, AutoregressiveHead):

@@ -13,6 +13,7 @@ import asyncio
 import ctypes
 import functools
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -45,6 +46,7 @@ T = TypeVar("T")
 
 MAX_THREADS = 8
 LIMIT_S = 30.0
+MAX_RETRY_S = 60
 AGAIN_S = 0.5  # Interval of interruptions: one that arrives while Python finalizes an object is lost.
 
 
@@ -232,7 +234,17 @@ class ServerState:
             return "the server is shutting down"
         if self.engine.refuses_requests:
             return "the engine is asleep and takes no requests until it is woken"
-        return None if self.engine.is_ready else "the model is loading, or the engine does not answer"
+        if self.engine.is_ready:
+            return None
+        loading = self.engine.loading
+        return "the model is loading, or the engine does not answer" if loading is None else str(loading)
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds after which a probe may ask again: what is left of loading, if known."""
+        loading = None if self.engine.is_ready else self.engine.loading
+        left_s = None if loading is None else loading.seconds_left
+        return 1 if left_s is None else min(max(math.ceil(left_s), 1), MAX_RETRY_S)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -118,6 +118,7 @@ class FakeEngine:
         self.is_ready = True
         self.is_sleeping = self.refuses_requests = False
         self.weight_version = "default"
+        self.loading: Any = None
         self.dead_error: QuireError | None = None
         self.died = asyncio.Event()
         self.hold_after: int | None = None
