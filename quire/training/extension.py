@@ -26,7 +26,7 @@ class Extension:
 
     def __init__(self, kind: type, worker: Worker) -> None:
         self._bound = type(kind.__name__, (kind, _OnWorker), {})
-        self._instance = object.__new__(self._bound)
+        self._instance: Any = object.__new__(self._bound)
         self._instance.worker = worker
         self.methods: Mapping[str, Callable[..., Any]] = {
             name: getattr(self._instance, name)

@@ -98,4 +98,4 @@ class WeightServer:
 def _parts(tensors: Iterable[Tensor]) -> Iterable[memoryview]:
     for tensor in tensors:
         flat = torch.as_tensor(tensor).detach().cpu().contiguous().reshape(-1)
-        yield memoryview(flat.view(torch.uint8).numpy())
+        yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy 2 on Python 3.11

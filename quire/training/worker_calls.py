@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError, QuireError, ValidationError
@@ -77,8 +78,9 @@ def check_finite(worker: Worker, model_dir: str) -> None:
 def _is_finite(tensor: Tensor) -> bool:
     """Return whether all elements are finite, by their bits: arithmetic would be several times slower."""
     integer, bits = EXPONENTS[tensor.dtype]
-    codes, mask = tensor.reshape(-1).view(torch.uint8).numpy().view(integer), integer(bits)
-    masked = np.empty(min(STRETCH, len(codes)), dtype=integer)
+    codes: NDArray[Any] = tensor.reshape(-1).view(torch.uint8).numpy().view(integer)
+    mask = integer(bits)
+    masked: NDArray[Any] = np.empty(min(STRETCH, len(codes)), dtype=integer)
     for start in range(0, len(codes), STRETCH):
         part = codes[start : start + STRETCH]
         if np.bitwise_and(part, mask, out=masked[: len(part)]).max() == mask:
