@@ -25,8 +25,8 @@ class Extension:
     """Methods of an extension class on one worker; `methods` are the public ones by name."""
 
     def __init__(self, kind: type, worker: Worker) -> None:
-        self._bound = type(kind.__name__, (kind, _OnWorker), {})
-        self._instance: Any = object.__new__(self._bound)
+        bound: Any = type(kind.__name__, (kind, _OnWorker), {})
+        self._instance: Any = object.__new__(bound)
         self._instance.worker = worker
         self.methods: Mapping[str, Callable[..., Any]] = {
             name: getattr(self._instance, name)
