@@ -36,7 +36,7 @@ from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.checkpoint import resolve_model_dir
 from quire.models.loader import load_model
-from quire.quantize.grid import Grid
+from quire.quantize.grid import IntegerGrid
 from quire.quantize.recipe import METHODS, Recipe
 from quire.quantize.run import quantize_checkpoint
 
@@ -137,7 +137,9 @@ def measure(
     return own + [compare(path.name, str(path), {}, ids, expected) for path in also]
 
 
-def quantized(model: str, methods: Sequence[str], grid: Grid, num_sequences: int, into: Path) -> list[Path]:
+def quantized(
+    model: str, methods: Sequence[str], grid: IntegerGrid, num_sequences: int, into: Path
+) -> list[Path]:
     """The model as `quire quantize` writes it by each method."""
     for method in methods:
         texts = {} if method == "rtn" else {"num_sequences": num_sequences}
@@ -160,7 +162,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with TemporaryDirectory() as written:
-        grid = Grid(args.bits, args.group_size)
+        grid = IntegerGrid(args.bits, args.group_size)
         also = quantized(args.model, args.methods, grid, args.calibration_sequences, Path(written))
         results = measure(args.model, args.modes, args.num_sequences, args.num_tokens, also + args.also)
     print(f"{'mode':24}{'relative error':>16} {'mean |d logprob|':>18} {'same top-1':>12} {'perplexity':>12}")

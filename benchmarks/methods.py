@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.accuracy import Accuracy, measure, quantized
 from benchmarks.compare.checkpoint import DENSE, ensure
-from quire.quantize.grid import Grid
+from quire.quantize.grid import IntegerGrid
 from quire.quantize.recipe import METHODS
 
 
@@ -31,7 +31,12 @@ def rows(results: Sequence[Accuracy], seconds: Sequence[float]) -> list[str]:
 
 
 def compared(
-    model: Path, methods: Sequence[str], grid: Grid, calibration: int, text: tuple[int, int], written: Path
+    model: Path,
+    methods: Sequence[str],
+    grid: IntegerGrid,
+    calibration: int,
+    text: tuple[int, int],
+    written: Path,
 ) -> list[str]:
     """Each method's row; `text` has the number of sequences that logits are held to, and their length."""
     seconds, directories = [], []
@@ -57,7 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     with TemporaryDirectory() as directory:
         model = ensure(args.folder or Path(directory) / "model", args.shape)
-        grid, text = Grid(args.bits, args.group_size), (args.num_sequences, args.num_tokens)
+        grid, text = IntegerGrid(args.bits, args.group_size), (args.num_sequences, args.num_tokens)
         lines = compared(model, args.methods, grid, args.calibration_sequences, text, Path(directory))
     print(
         f"| {args.bits} bits, groups of {args.group_size} | relative error | distance of logprobs | written in |"

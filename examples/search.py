@@ -13,7 +13,7 @@ import sys
 
 from quire import LLM, SamplingParams
 from quire.outputs import RequestOutput
-from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_outputs_params import StructuredOutputsParams
 
 FACTS = [
     "The capital of France is Paris.",

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from quire.lora_request import LoRARequest
     from quire.models.registry import ModelRegistry
     from quire.outputs import CompletionOutput, RequestOutput
-    from quire.pooling.inputs import TextOptions
     from quire.pooling.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from quire.pooling_params import PoolingParams
+    from quire.pooling_params import PoolingParams, TextOptions
     from quire.sampling_params import SamplingParams
     from quire.scheduler.explain import Explanation
 
@@ -54,7 +53,7 @@ _LAZY = {
     "Explanation": "quire.scheduler.explain",
     "CompletionOutput": "quire.outputs",
     "PairPrompt": "quire.inputs",
-    "TextOptions": "quire.pooling.inputs",
+    "TextOptions": "quire.pooling_params",
     "PoolingParams": "quire.pooling_params",
     "ClassificationOutput": "quire.pooling.outputs",
     "ClassificationRequestOutput": "quire.pooling.outputs",

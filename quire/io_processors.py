@@ -13,7 +13,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.inputs import PromptType
 from quire.plugins import PluginTable, subclass_of
-from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling_params import PoolingParams
 
 

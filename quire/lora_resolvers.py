@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.lora.peft_config import CONFIG_NAME, TEMPLATES_NAME, TEXT_FILES, WEIGHTS_NAME
+from quire.lora.peft_config import CONFIG_NAME, TEXT_FILES, WEIGHTS_NAME
+from quire.models.checkpoint_files import TEMPLATE_FOLDER
 from quire.plugins import PluginTable, subclass_of
 
 
@@ -46,7 +47,7 @@ class DirectoryResolver(LoRAResolver):
     def _find(self, name: str) -> str | None:
         directory = self._root / name
         files = [directory / file for file in (CONFIG_NAME, WEIGHTS_NAME, *TEXT_FILES)]
-        templates = directory.glob(f"{TEMPLATES_NAME}/*")
+        templates = directory.glob(f"{TEMPLATE_FOLDER}/*")
         places = [place.resolve() for place in (directory, *files, *templates)]
         is_inside = all(place.is_relative_to(self._root) for place in places)
         return str(directory) if is_inside and directory.is_dir() else None

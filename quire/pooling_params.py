@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pooling parameters of one request.
+"""Pooling parameters of one request, and options of tokenizing its texts.
 
 Invariant: an instance is valid by itself and frozen; model-dependent checks (tasks, vector sizes) are made elsewhere.
 It is a msgspec struct, so it crosses process borders as is.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -67,3 +71,71 @@ class PoolingParams(
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+SIDES = ("left", "right")
+WHOLE_CONTEXT = -1
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Options of tokenization of a request.
+
+    Args:
+        truncate_prompt_tokens: longer prompts are truncated to so many; -1: to the model's context; None: refused.
+        truncation_side: "left" or "right"; None: the tokenizer's.
+        prompt_name: the model's prompt before a text; None: its default, "": none.
+        add_special_tokens: add the tokenizer's special tokens around a text.
+        max_tokens_per_text: limits to which the texts of a pair are truncated; None: no limit.
+
+    Raises:
+        ValidationError: a value is out of range.
+    """
+
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    prompt_name: str | None = None
+    add_special_tokens: bool = True
+    max_tokens_per_text: tuple[int | None, int | None] = (None, None)
+
+    def __post_init__(self) -> None:
+        most = self.truncate_prompt_tokens
+        if most is not None and most != WHOLE_CONTEXT and (type(most) is not int or most < 1):
+            raise ValidationError(
+                f"truncate_prompt_tokens must be at least 1, or -1 for the model's context, got {most!r}",
+                param="truncate_prompt_tokens",
+            )
+        if self.truncation_side not in (None, *SIDES):
+            raise ValidationError(
+                f"truncation_side must be left or right, got {self.truncation_side!r}",
+                param="truncation_side",
+            )
+
+    def with_kwargs(self, tokenization_kwargs: Mapping[str, Any] | None) -> TextOptions:
+        """Return these options with vLLM's `tokenization_kwargs` applied.
+
+        Raises:
+            ValidationError: an unknown key or an invalid value.
+        """
+        said = dict(tokenization_kwargs or {})
+        unknown = sorted(said.keys() - _KWARGS)
+        if unknown:
+            raise ValidationError(
+                f"tokenization_kwargs has {unknown[0]!r:.60}; known are {', '.join(sorted(_KWARGS))}",
+                param="tokenization_kwargs",
+            )
+        cuts, most = said.pop("truncation", None), said.pop("max_length", None)
+        if most is not None and cuts is not True:
+            raise ValidationError(
+                "tokenization_kwargs has max_length, which needs truncation: true",
+                param="tokenization_kwargs",
+            )
+        if cuts is not None:
+            said.setdefault(
+                "truncate_prompt_tokens", (WHOLE_CONTEXT if most is None else most) if cuts else None
+            )
+        return replace(self, **said)
+
+
+_KWARGS = {"truncate_prompt_tokens", "truncation_side", "add_special_tokens", "truncation", "max_length"}
+DEFAULT_TEXT_OPTIONS = TextOptions()

@@ -28,7 +28,7 @@ from quire.sampling_extras import (
     checked_bad_words_token_ids,
     checked_repetition_detection,
 )
-from quire.structured_output.params import StructuredOutputsParams, checked_structured_outputs
+from quire.structured_outputs_params import StructuredOutputsParams, checked_structured_outputs
 from quire.vllm_names.imports import attributes_of
 from quire.vllm_names.parameters import KeywordCheck
 
@@ -71,6 +71,7 @@ class BeamSearchParams(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forb
         forced_last_token_id, banned_token_ids, decoder_token_ids, num_forced_tokens: of an encoder-decoder model, set
             by the engine: the token that ends a sequence of `max_tokens`, tokens that are never chosen, the decoder's
             prompt, and how many of its tokens count as generated.
+        extra_args: of the requests for each token, for logits processors.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range; `param` names it.
@@ -92,6 +93,7 @@ class BeamSearchParams(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forb
     banned_token_ids: tuple[int, ...] = ()
     decoder_token_ids: tuple[int, ...] = ()
     num_forced_tokens: int = 0
+    extra_args: dict[str, Any] | None = None
 
     @property
     def n(self) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,14 @@ def test_first_page_is_short_and_has_a_picture() -> None:
     pictures = re.findall(r"!\[[^]]+\]\((\S+)\)", text)
     assert len(pictures) == 1
     assert (ROOT / pictures[0]).stat().st_size <= 200_000
+
+
+def test_guide_to_the_core_is_its_line_budget() -> None:
+    guide = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("\n## ")[2]
+    named = re.findall(r"`(quire/[\w/]+\.py)`", guide)
+    budgets = tomllib.loads((ROOT / "tools" / "size.toml").read_text(encoding="utf-8"))
+    assert sorted(named) == budgets["core"]["files"]
+    stated = re.search(r"core is these (\d+) files \(about ([\d,]+) lines", guide)
+    assert stated
+    assert int(stated[1]) == len(named)
+    assert abs(int(stated[2].replace(",", "")) - budgets["core"]["lines"]) < 0.05 * budgets["core"]["lines"]

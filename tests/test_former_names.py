@@ -9,8 +9,12 @@ import sys
 import pytest
 
 FORMER = {
-    ("quire.pooling_outputs", "PoolingRequestOutput"): "quire.pooling.outputs",
+    ("quire.pooling_outputs", "EmbeddingRequestOutput"): "quire.pooling.outputs",
     ("quire.engine.replay", "replay"): "quire.engine.trace",
+    (
+        "quire.structured_output.params",
+        "StructuredOutputsParams",
+    ): "quire.structured_outputs_params",
 }
 
 

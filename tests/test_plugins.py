@@ -27,7 +27,7 @@ from quire.errors import ConfigError
 from quire.executor.base import EXECUTORS, resolve_executor
 from quire.executor.null import NullExecutor
 from quire.metrics.stats import STAT_LOGGERS, IterationStats, StatLogger
-from quire.models.registry import ModelEntry, ModelRegistry
+from quire.models.registry import ArchitectureEntry, ModelRegistry
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerStats
 from quire.worker.cpu import CpuDevice
@@ -62,7 +62,7 @@ class Shout(LogitsFeature[Any]):
         raise AssertionError("nobody wants it")
 
 
-ENTRY = ModelEntry("quire.models.decoder:DecoderForCausalLM", "quire.models.families.qwen:read_qwen3")
+ENTRY = ArchitectureEntry("quire.models.decoder:DecoderForCausalLM", "quire.models.families.qwen:read_qwen3")
 CALLS: list[str] = []
 
 

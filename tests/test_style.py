@@ -102,3 +102,16 @@ def test_style_missing_folder_is_an_error(tmp_path: Path) -> None:
     done = check(tmp_path / "none")
     assert done.returncode == 1
     assert "none is no folder" in done.stderr
+
+
+def test_style_class_names_of_the_package_are_unique(tmp_path: Path) -> None:
+    package = tmp_path / "quire"
+    (package / "below").mkdir(parents=True)
+    source = f"# {LICENCE}\nclass Row:\n    pass\n\n\nclass {{name}}:\n    pass\n"
+    (package / "first.py").write_text(source.format(name="A"))
+    (package / "below" / "second.py").write_text(source.format(name="B"))
+    done = check(package)
+    assert done.returncode == 1
+    place = f"{package / 'first.py'}:2"
+    rule = "the class name Row is taken by below/second.py: choose one that no other class has"
+    assert done.stderr == f"{place}: {rule}\n"

@@ -54,7 +54,7 @@ def main() -> int:
         if over or "--update" not in sys.argv:
             print(f"{name:<14} {files:>4} files {lines:>7} lines of {part['lines']:>7}" + " EXCEEDED" * over)
         elif lines < part["lines"]:
-            text = re.sub(rf"(\[{name}\]\nlines = )\d+", rf"\g<1>{lines}", text)
+            text = re.sub(rf"(\[{name}\][^\n]*\nlines = )\d+", rf"\g<1>{lines}", text)
     if "--update" in sys.argv:
         BUDGETS.write_text(text, encoding="utf-8")
     if exceeded:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("quire", "csrc", "tests", "benchmarks", "tools", "demo_model", "examples")
+PACKAGE = "quire"
+FOLDERS = (PACKAGE, "csrc", "tests", "benchmarks", "tools", "demo_model", "examples")
 
 MAX_TEST_NAME = 60  # characters
 LICENCE = "SPDX-License-Identifier: Apache-2.0"
@@ -49,6 +50,20 @@ def check_test_name(path: Path, node: ast.AST) -> Iterator[Finding]:
     if len(node.name) > MAX_TEST_NAME:
         rule = f"a test's name has {len(node.name)} characters: at most {MAX_TEST_NAME} are allowed"
         yield Finding(path, node.lineno, rule)
+
+
+def check_class_names(folder: Path) -> Iterator[Finding]:
+    """Yield a finding for each class below a folder whose name another one has, so that a name finds one class."""
+    seen: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            if node.name in seen:
+                first = seen[node.name].relative_to(folder)
+                rule = f"the class name {node.name} is taken by {first}: choose one that no other class has"
+                yield Finding(path, node.lineno, rule)
+            seen.setdefault(node.name, path)
 
 
 def check_licence(path: Path, text: str) -> Iterator[Finding]:
@@ -109,6 +124,9 @@ def main() -> int:
     names = [name for name in sys.argv[1:] if name != "--fix"]
     folders = [Path(name) for name in names] or [ROOT / name for name in FOLDERS]
     found = check_folders(folders, fix="--fix" in sys.argv)
+    for package in folders:
+        if package.name == PACKAGE:
+            found += check_class_names(package)
     for path, line, rule in found:
         shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
         print(f"{shown}:{line}: {rule}", file=sys.stderr)

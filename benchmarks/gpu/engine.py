@@ -17,12 +17,12 @@ from benchmarks.gpu.target import Target
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests, EngineCoreRequest
+from quire.engine.sleep_state import MEMORY_TAGS
 from quire.engine.startup import prepare
 from quire.executor.ranks.multiproc import MultiprocExecutor
 from quire.executor.ranks.rank_processes import HostStarter
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
-from quire.sleep.modes import MEMORY_TAGS
 
 Prompt = Sequence[int]
 

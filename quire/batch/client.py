@@ -28,7 +28,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Reply(msgspec.Struct):
+class BatchResponse(msgspec.Struct):
     """Status and JSON body of a response, as a batch's output has them."""
 
     status_code: int
@@ -36,7 +36,7 @@ class Reply(msgspec.Struct):
     body: msgspec.Raw
 
 
-Ask = Callable[[str, bytes], Awaitable[Reply]]
+Ask = Callable[[str, bytes], Awaitable[BatchResponse]]
 """Sends the body of a request to a URL's path and returns the reply; raises QuireError once the engine has failed."""
 
 
@@ -48,7 +48,7 @@ class AppClient:
         self._engine = app.state.server.engine
         self._headers = [(b"host", b"batch"), (b"content-type", b"application/json")]
 
-    async def ask(self, url: str, body: bytes) -> Reply:
+    async def ask(self, url: str, body: bytes) -> BatchResponse:
         """Return the reply to a request; see `Ask`."""
         while True:
             reply = await self._call(url, body)
@@ -57,7 +57,7 @@ class AppClient:
                 return reply
             await asyncio.sleep(RETRY_S)
 
-    async def _call(self, url: str, body: bytes) -> Reply:
+    async def _call(self, url: str, body: bytes) -> BatchResponse:
         """Send one request to the ASGI application, as a client that never disconnects."""
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         status, request_id, pieces = 500, "", list[bytes]()
@@ -87,7 +87,7 @@ class AppClient:
             "state": {},
         }
         await self._app(scope, receive, send)
-        return Reply(status, request_id, msgspec.Raw(b"".join(pieces)))
+        return BatchResponse(status, request_id, msgspec.Raw(b"".join(pieces)))
 
 
 def run_on_engine(

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from quire.batch.line_file import LineFile, drop_lines, opened_lines, replacement
-from quire.batch.tables import Added
+from quire.batch.tables import AddedValues
 from quire.errors import ConfigError, QuireError
 
 BEGIN = b'{"row":'
@@ -25,8 +25,8 @@ FAULTY = 0  # In place of the digest of a row that has a fault and so no prompt.
 _NONE = -1
 
 
-class Entry(msgspec.Struct):
-    """Answer to one row, and the digest of its prompt; the other fields are those of `Added`."""
+class JournalEntry(msgspec.Struct):
+    """Answer to one row, and the digest of its prompt; the other fields are those of `AddedValues`."""
 
     row: int
     prompt: int
@@ -37,8 +37,8 @@ class Entry(msgspec.Struct):
     completion_tokens: int | None = None
 
     @property
-    def added(self) -> Added:
-        return Added(
+    def added(self) -> AddedValues:
+        return AddedValues(
             self.text,
             self.error,
             self.finish_reason,
@@ -48,7 +48,7 @@ class Entry(msgspec.Struct):
         )
 
 
-_entry = msgspec.json.Decoder(Entry)
+_entry = msgspec.json.Decoder(JournalEntry)
 
 
 def digest_of(prompt: str) -> int:
@@ -77,7 +77,7 @@ class Journal:
                 raise lines.foreign(number) from None
             self._note(entry, offset)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: JournalEntry) -> None:
         """Write an entry; raises QuireError if it cannot be written."""
         self._note(entry, self._lines.append(entry))
 
@@ -96,7 +96,7 @@ class Journal:
             )
         return True
 
-    def added(self) -> Iterator[Added]:
+    def added(self) -> Iterator[AddedValues]:
         """Yield the values of all rows, in order, without end.
 
         Raises:
@@ -114,7 +114,7 @@ class Journal:
     def is_empty(self) -> bool:
         return self._lines.is_empty
 
-    def _note(self, entry: Entry, offset: int) -> None:
+    def _note(self, entry: JournalEntry, offset: int) -> None:
         missing = entry.row + 1 - len(self._offsets)
         if missing > 0:
             self._offsets.extend([_NONE] * missing)
@@ -123,7 +123,7 @@ class Journal:
         self.num_failed += entry.error is not None
 
 
-def write_journal(path: Path, entries: Iterable[Entry]) -> None:
+def write_journal(path: Path, entries: Iterable[JournalEntry]) -> None:
     """Write a whole journal; until it is complete there is none."""
     with replacement(path) as out:
         for entry in entries:

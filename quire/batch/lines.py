@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from quire.batch.client import Ask, Reply
+from quire.batch.client import Ask, BatchResponse
 from quire.batch.line_file import LineFile, drop_lines, lock, opened_lines, partial_of, put_in_place
 from quire.batch.summary import Counts
 from quire.entrypoints.openai.parsing import parse_json
@@ -50,7 +50,7 @@ class OutputLine(msgspec.Struct):
 
     id: str
     custom_id: str | None
-    response: Reply | None
+    response: BatchResponse | None
     error: dict[str, str] | None
 
     @property
@@ -78,7 +78,7 @@ _written = msgspec.json.Decoder(_Written)
 
 
 @dataclass(frozen=True)
-class Line:
+class InputLine:
     """Input line that has no answer yet: its request, or what is wrong with it."""
 
     custom_id: str | None
@@ -99,7 +99,7 @@ class LineReader:
         self._seed, self._max_bytes = seed, max_bytes
         self._seen: set[bytes] = set()
 
-    def read(self, lines: BinaryIO) -> Iterator[Line]:
+    def read(self, lines: BinaryIO) -> Iterator[InputLine]:
         """Yield the lines that have no answer yet."""
         for text in bounded_lines(lines, self._max_bytes):
             line = self._read(text)
@@ -108,7 +108,7 @@ class LineReader:
             else:
                 yield line
 
-    def _read(self, text: bytes | None) -> Line | None:
+    def _read(self, text: bytes | None) -> InputLine | None:
         custom_id: str | None = None
         asked: Call | ClientError
         try:
@@ -127,7 +127,7 @@ class LineReader:
                 self._check_first(custom_id)
         except ValidationError as error:
             asked = error
-        return Line(custom_id, asked)
+        return InputLine(custom_id, asked)
 
     def _is_answered(self, custom_id: str | None) -> bool:
         is_there = self._answered[custom_id] > 0
@@ -147,7 +147,7 @@ class LineReader:
         self._seen.add(digest)
 
 
-async def answer_line(ask: Ask, line: Line) -> OutputLine:
+async def answer_line(ask: Ask, line: InputLine) -> OutputLine:
     """Return the answer to one line.
 
     Raises:
@@ -161,7 +161,7 @@ async def answer_line(ask: Ask, line: Line) -> OutputLine:
     return answer
 
 
-class LineWriter:
+class AnswerLines:
     """Writer of answers that counts them."""
 
     def __init__(self, out: LineFile, counts: Counts, progress: Progress) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quire.batch.line_file import replacement
-from quire.batch.tables import Added, Row, Table
+from quire.batch.tables import AddedValues, TableFile, TableRow
 from quire.errors import ConfigError
 
 try:
@@ -24,7 +24,7 @@ BATCH_ROWS = 1024  # Rows in memory at a time; pyarrow also holds the compressed
 _ADDED_TYPES = (pa.string(), pa.string(), pa.string(), pa.int64(), pa.int64(), pa.string())
 
 
-class ParquetTable(Table):
+class ParquetTable(TableFile):
     """Parquet file; a copy has the columns with their types and the schema's metadata."""
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
@@ -39,12 +39,14 @@ class ParquetTable(Table):
         if repeated:
             raise ConfigError(f"{path}: it has the columns {', '.join(sorted(map(repr, repeated)))} twice")
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TableRow]:
         for batch in self._batches():
             for cells in batch.to_pylist():
-                yield Row(cells)
+                yield TableRow(cells)
 
-    def copy(self, path: Path, names: Sequence[str], added: Iterator[Added], *, json_answers: bool) -> None:
+    def copy(
+        self, path: Path, names: Sequence[str], added: Iterator[AddedValues], *, json_answers: bool
+    ) -> None:
         fields = [
             *self._schema,
             *(pa.field(name, kind) for name, kind in zip(names, _ADDED_TYPES, strict=True)),

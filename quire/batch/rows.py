@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from quire.batch.client import Ask, Reply
-from quire.batch.journal import FAULTY, Entry, Journal, digest_of, opened_journal, write_journal
+from quire.batch.client import Ask, BatchResponse
+from quire.batch.journal import FAULTY, Journal, JournalEntry, digest_of, opened_journal, write_journal
 from quire.batch.line_file import lock, partial_of
 from quire.batch.lines import seed_of
 from quire.batch.summary import Counts
-from quire.batch.tables import Cells, Row, Table, added_names
-from quire.batch.template import Template
+from quire.batch.tables import Cells, TableFile, TableRow, added_names
+from quire.batch.template import PromptTemplate
 from quire.errors import ConfigError, ValidationError
 from quire.progress import Progress
 
@@ -47,8 +47,8 @@ class RowJob:
         ConfigError: options exclude each other, or a field is the job's own.
     """
 
-    prompt: Template
-    system: Template | None = None
+    prompt: PromptTemplate
+    system: PromptTemplate | None = None
     raw: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
     schema: Any = None
@@ -64,7 +64,7 @@ class RowJob:
             if name in self.fields:
                 raise ConfigError(f"--body: {name} cannot be given; a row has one answer, to --prompt")
 
-    def check(self, table: Table) -> None:
+    def check(self, table: TableFile) -> None:
         """Check the names of a table's columns.
 
         Raises:
@@ -79,7 +79,7 @@ class RowJob:
             if name in table.columns:
                 raise ConfigError(_is_taken(name))
 
-    def request(self, number: int, row: Row) -> Request:
+    def request(self, number: int, row: TableRow) -> RowRequest:
         """Return the request of a row, or the row's fault."""
         prompt = system = ""
         fault = row.fault
@@ -90,18 +90,18 @@ class RowJob:
             except ValidationError as error:
                 fault = str(error)
         if fault:
-            return Request(number, FAULTY, b"", fault)
+            return RowRequest(number, FAULTY, b"", fault)
         digest = digest_of(f"{len(system)} {system}{prompt}")
-        return Request(number, digest, self._body(number, system, prompt), "")
+        return RowRequest(number, digest, self._body(number, system, prompt), "")
 
     @property
     def url(self) -> str:
         return "/v1/completions" if self.raw else "/v1/chat/completions"
 
-    def entry(self, request: Request, reply: Reply) -> Entry:
+    def entry(self, request: RowRequest, reply: BatchResponse) -> JournalEntry:
         """Return a row's entry for the reply to its request."""
         body = msgspec.json.decode(reply.body)
-        entry = Entry(request.row, request.digest)
+        entry = JournalEntry(request.row, request.digest)
         if reply.status_code != 200:
             entry.error = f"{reply.status_code}: {body['error']['message']}"
             return entry
@@ -131,7 +131,7 @@ class RowJob:
 
 
 @dataclass(frozen=True)
-class Request:
+class RowRequest:
     """Request of a row: number from 0, digest of the prompt, body, and the fault of a row that has none."""
 
     row: int
@@ -155,7 +155,7 @@ def _is_json(text: str | None) -> bool:
 class RowRun:
     """Run of a job on a table, with the answers of earlier runs in its journal."""
 
-    def __init__(self, job: RowJob, table: Table, journal: Journal) -> None:
+    def __init__(self, job: RowJob, table: TableFile, journal: Journal) -> None:
         self._job, self._table, self._journal = job, table, journal
         self.counts = Counts(num_failed=journal.num_failed)
         self.num_rows = 0
@@ -175,23 +175,23 @@ class RowRun:
             self.counts.num_skipped += self._journal.has(number, request.digest)
             self.num_rows += 1
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[RowRequest]:
         """Yield the requests of the rows without an answer."""
         for number, row in enumerate(self._table.rows()):
             request = self._job.request(number, row)
             if not self._journal.has(number, request.digest):
                 yield request
 
-    async def answer(self, ask: Ask, request: Request) -> Entry:
+    async def answer(self, ask: Ask, request: RowRequest) -> JournalEntry:
         """Return the entry of a row; raises QuireError once the engine has failed."""
         if request.fault:
-            return Entry(request.row, request.digest, error=request.fault)
+            return JournalEntry(request.row, request.digest, error=request.fault)
         return self._job.entry(request, await ask(self._job.url, request.body))
 
-    def writer(self, progress: Progress) -> Callable[[Entry], None]:
+    def writer(self, progress: Progress) -> Callable[[JournalEntry], None]:
         """Return a function that writes an entry and counts it."""
 
-        def write(entry: Entry) -> None:
+        def write(entry: JournalEntry) -> None:
             self._journal.add(entry)
             self.counts.num_answered += 1
             self.counts.num_failed += entry.error is not None
@@ -213,9 +213,9 @@ class RowRun:
 @contextmanager
 def opened_run(
     job: RowJob,
-    table: Table,
+    table: TableFile,
     out: Path,
-    open_output: Callable[[Path], Table],
+    open_output: Callable[[Path], TableFile],
     *,
     overwrite: bool = False,
     retry_failed: bool = False,
@@ -252,7 +252,7 @@ def opened_run(
         path.unlink()
 
 
-def _entries(job: RowJob, output: Table, out: Path) -> Iterator[Entry]:
+def _entries(job: RowJob, output: TableFile, out: Path) -> Iterator[JournalEntry]:
     """Yield the answers of a finished output.
 
     Raises:
@@ -270,7 +270,7 @@ def _entries(job: RowJob, output: Table, out: Path) -> Iterator[Entry]:
         )
 
 
-def _entry_of(number: int, cells: Cells, names: tuple[str, ...], *, has_values: bool) -> Entry:
+def _entry_of(number: int, cells: Cells, names: tuple[str, ...], *, has_values: bool) -> JournalEntry:
     """Return the entry that a row of a finished output was made of.
 
     Args:
@@ -284,10 +284,10 @@ def _entry_of(number: int, cells: Cells, names: tuple[str, ...], *, has_values: 
             f"row {number + 1} of the output: {names[-1]} {prompt!r} is none of a batch job"
         ) from None
     if error:
-        return Entry(number, digest, None, str(error))
+        return JournalEntry(number, digest, None, str(error))
     if has_values:
         text = json.dumps(text, ensure_ascii=False)
-    return Entry(number, digest, text, None, reason, _number(num_prompt), _number(num_completion))
+    return JournalEntry(number, digest, text, None, reason, _number(num_prompt), _number(num_completion))
 
 
 def _number(cell: Any) -> int | None:

@@ -25,7 +25,7 @@ from quire.plugins import import_place
 Cells = dict[str, Any]
 
 
-class Added(NamedTuple):
+class AddedValues(NamedTuple):
     """Values of the columns that a job adds to a row; None where there is nothing to say.
 
     `prompt_hash` is hexadecimal: by it a later run notices that a row's prompt has changed.
@@ -41,18 +41,18 @@ class Added(NamedTuple):
 
 def added_names(column: str) -> tuple[str, ...]:
     """Return the names of the added columns; that of the answer's text is the first."""
-    return (column, *(f"{column}_{field}" for field in Added._fields[1:]))
+    return (column, *(f"{column}_{field}" for field in AddedValues._fields[1:]))
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """Values of a row by column, and what is wrong with it ("": nothing)."""
 
     cells: Cells
     fault: str = ""
 
 
-class Table(ABC):
+class TableFile(ABC):
     """File with rows.
 
     Args:
@@ -72,11 +72,13 @@ class Table(ABC):
         self._path, self._max_bytes = path, max_bytes
 
     @abstractmethod
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TableRow]:
         """Read the rows from the first on."""
 
     @abstractmethod
-    def copy(self, path: Path, names: Sequence[str], added: Iterator[Added], *, json_answers: bool) -> None:
+    def copy(
+        self, path: Path, names: Sequence[str], added: Iterator[AddedValues], *, json_answers: bool
+    ) -> None:
         """Write the table with more columns to `path`, which it replaces once it is complete.
 
         Args:
@@ -86,7 +88,7 @@ class Table(ABC):
         """
 
 
-class CsvTable(Table):
+class CsvTable(TableFile):
     """CSV file with a header: UTF-8, fields in double quotes where they need it."""
 
     delimiter: ClassVar[str] = ","
@@ -103,14 +105,16 @@ class CsvTable(Table):
         if repeated:
             raise ConfigError(f"{path}: the header has {', '.join(sorted(map(repr, repeated)))} twice")
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TableRow]:
         assert self.columns is not None
         with self._records() as records:
             next(records, None)
             for fields, fault in records:
-                yield Row(dict(zip(self.columns, fields, strict=False)), fault or self._fault(fields))
+                yield TableRow(dict(zip(self.columns, fields, strict=False)), fault or self._fault(fields))
 
-    def copy(self, path: Path, names: Sequence[str], added: Iterator[Added], *, json_answers: bool) -> None:
+    def copy(
+        self, path: Path, names: Sequence[str], added: Iterator[AddedValues], *, json_answers: bool
+    ) -> None:
         assert self.columns is not None
         width = len(self.columns)
         with replacement(path) as out, self._records() as records:
@@ -169,14 +173,16 @@ class _TextWriter:
         self._out.write(text.removesuffix("\r\n").encode(errors="surrogateescape") + b"\n")
 
 
-class JsonLinesTable(Table):
+class JsonLinesTable(TableFile):
     """JSON lines: an object for each row; blank lines are skipped."""
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TableRow]:
         for line in self._lines():
             yield _json_row(line, self._max_bytes)
 
-    def copy(self, path: Path, names: Sequence[str], added: Iterator[Added], *, json_answers: bool) -> None:
+    def copy(
+        self, path: Path, names: Sequence[str], added: Iterator[AddedValues], *, json_answers: bool
+    ) -> None:
         decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
         with replacement(path) as out:
             for line, more in zip(self._lines(), added, strict=False):
@@ -195,14 +201,14 @@ class JsonLinesTable(Table):
             yield from bounded_lines(file, self._max_bytes)
 
 
-def _json_row(line: bytes | None, max_bytes: int) -> Row:
+def _json_row(line: bytes | None, max_bytes: int) -> TableRow:
     if line is None:
-        return Row({}, f"the line is longer than {max_bytes} bytes")
+        return TableRow({}, f"the line is longer than {max_bytes} bytes")
     try:
         cells = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Row({}, f"the line is not JSON: {error}")
-    return Row(cells) if isinstance(cells, dict) else Row({}, "the line is no JSON object")
+        return TableRow({}, f"the line is not JSON: {error}")
+    return TableRow(cells) if isinstance(cells, dict) else TableRow({}, "the line is no JSON object")
 
 
 def _field(value: Any) -> str:
@@ -218,14 +224,14 @@ FORMATS = {
 }  # Suffix -> `Table`.
 
 
-def open_table(path: Path, *, max_bytes: int) -> Table:
+def open_table(path: Path, *, max_bytes: int) -> TableFile:
     """Return the table in a file, by the suffix of its name.
 
     Raises:
         ConfigError: there is no such format, pyarrow is missing, or the file has another format.
         OSError: the file cannot be read.
     """
-    table: Table = import_place(FORMATS[format_of(path)])(path, max_bytes=max_bytes)
+    table: TableFile = import_place(FORMATS[format_of(path)])(path, max_bytes=max_bytes)
     return table
 
 

@@ -21,7 +21,7 @@ _PART = re.compile(r'\{\{|\}\}|\{("(?:[^"\\]|\\.)*"|[^{}"][^{}]*)\}|[{}]')
 _PLAIN = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 
 
-class Template:
+class PromptTemplate:
     """Parsed template.
 
     Args:

@@ -14,14 +14,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from quire.engine.detokenizer import IncrementalDetokenizer
+from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import AbortRequests, CoreRequest, EngineCoreRequest, add_message
 from quire.engine.output_processor import OUTPUT_FAILED, Sink, position_of
 from quire.engine.prompt_forms import TokenizedPrompt
+from quire.engine.request_owner import RequestOwner
 from quire.engine.tokenizer import Tokenizer
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestStateStats
@@ -41,7 +43,7 @@ class Beam(NamedTuple):
     parent: int = 0  # Index of the last step's live beam that it continues.
 
 
-class Finished(NamedTuple):
+class FinishedBeam(NamedTuple):
     beam: Beam
     score: float
     reason: str  # Either "stop" or "length".
@@ -107,7 +109,7 @@ class BeamSearch:
         self._rules = TokenRules(params, frozenset(eos_token_ids))
         self._num_wanted = max(2, 1 + len(self._eos)) * params.beam_width
         self.live = [Beam([], 0.0, [])]
-        self.finished: list[Finished] = []
+        self.finished: list[FinishedBeam] = []
         self.is_done = False
 
     @property
@@ -135,11 +137,11 @@ class BeamSearch:
             return
         self.live = [self._grown(candidate, entries) for candidate in open_ones]
 
-    def best(self, reason: str | None = None) -> list[Finished]:
+    def best(self, reason: str | None = None) -> list[FinishedBeam]:
         """Return the best sequences, best first; a reason also ends the live ones."""
         found = list(self.finished)
         if reason is not None and not self.is_done:
-            found += [Finished(beam, self._score(beam), reason) for beam in self.live]
+            found += [FinishedBeam(beam, self._score(beam), reason) for beam in self.live]
             found.sort(key=lambda one: -one.score)
         return found[: self.params.beam_width]
 
@@ -151,7 +153,7 @@ class BeamSearch:
             found += (
                 _Candidate(beam.logprob + entry.logprobs[place], parent, place, entry.token_ids[place])
                 for place in range(1, min(len(entry.token_ids), most + 1))
-                if entry.token_ids[place] not in banned
+                if entry.token_ids[place] not in banned and entry.logprobs[place] > -math.inf
             )
         found.sort(key=lambda one: (-one.logprob, one.parent, one.token_id))
         return found[: self._num_wanted]
@@ -174,7 +176,7 @@ class BeamSearch:
         """Rank newly ended beams together with the earlier ones."""
         for beam in beams:
             reason = "stop" if beam.token_ids[-1] in self._eos else "length"
-            self.finished.append(Finished(beam, self._score(beam), reason))
+            self.finished.append(FinishedBeam(beam, self._score(beam), reason))
         self.finished.sort(key=lambda one: -one.score)
         del self.finished[self.params.beam_width :]
 
@@ -194,17 +196,34 @@ class BeamSearch:
         return best_open / math.pow(reach, params.length_penalty) > self.finished[-1].score
 
 
-class BeamSearches:
+class BeamSearches(RequestOwner):
     """Front-end state of all beam searches."""
 
+    params_type = BeamSearchParams
+
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._of_id: dict[str, _Search] = {}
 
     @property
     def num_unfinished(self) -> int:
         """Upper bound of the sequences that the searches follow."""
         return len(self._of_id) // 2
+
+    def submit(
+        self,
+        processor: InputProcessor,
+        name: str,
+        label: str,
+        prompt: TokenizedPrompt,
+        params: BeamSearchParams,
+        terms: Mapping[str, Any],
+        sink: Sink,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> tuple[list[str], list[CoreRequest]]:
+        """Validate and start a search; return all core ids its beams will use, and the messages to send."""
+        first, params = processor.process_beam_search(name, prompt, params, **terms)
+        return self.add(label, prompt, first, params, sink, trace_headers)
 
     def add(
         self,
@@ -394,7 +413,7 @@ class _Search:
             metrics=self._stats,
         )
 
-    def _completion(self, index: int, one: Finished) -> CompletionOutput:
+    def _completion(self, index: int, one: FinishedBeam) -> CompletionOutput:
         tokens = one.beam.token_ids
         silent = one.reason == "stop" and not self._params.include_stop_str_in_output
         text, positions = self._decoded(tokens, one.beam.positions, len(tokens) - silent)
@@ -440,7 +459,7 @@ class _Search:
         mine.num_generation_tokens += count
         stats.num_generation_tokens += count
 
-    def _finished_stats(self, index: int, one: Finished, now: float) -> FinishedRequestStats:
+    def _finished_stats(self, index: int, one: FinishedBeam, now: float) -> FinishedRequestStats:
         times = self._stats
         started, first = times.scheduled_ts or now, times.first_token_ts or now
         return FinishedRequestStats(

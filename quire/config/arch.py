@@ -98,11 +98,20 @@ class Multimodal:
     encoder_length: int = 0
     reads_text: bool = False  # The encoder reads texts, which have any length; other inputs fill that length.
     decoder_length: int = 0  # Most positions of the decoder; 0: as the context allows.
+    reads_images: bool = False  # The encoder reads an image; then a prompt is the decoder's.
+    projector: str = ""  # GGUF file with the encoder; empty: it is in the checkpoint.
+    # Names of the files that its processor reads -> their objects, as JSON; empty: they are in the checkpoint.
+    processor_files: str = ""
 
     @property
     def encoder_positions(self) -> int:
         """Most first positions of a sequence that take the encoder's output."""
         return encoder_positions(self.encoder_length)
+
+    @property
+    def is_prompted(self) -> bool:
+        """True if a prompt has the encoder's input, a text or an image; sounds come in requests of their own."""
+        return self.reads_text or self.reads_images
 
     @property
     def vectors_per_embedding(self) -> int:
@@ -554,6 +563,12 @@ class ModelArch:
     logits_bias: bool = (
         False  # The checkpoint has a bias of logits apart from the head ("final_logits_bias").
     )
+    crossing_size: int | None = None  # Of the encoder's output, if it is not the hidden size.
+
+    @property
+    def media_size(self) -> int:
+        """Size of an embedding of media, or of a row of an encoder's output."""
+        return self.crossing_size or self.hidden_size
 
     def of_layer(self, layer: int) -> ModelArch:
         """Return the architecture with one layer's sizes."""

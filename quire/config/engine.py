@@ -83,7 +83,7 @@ class EngineConfig:
         if self.model_arch is None:
             return 32
         part_of = self.model_arch.part_of
-        return 4 * self.model_arch.hidden_size * (1 if part_of is None else part_of.vectors_per_embedding)
+        return 4 * self.model_arch.media_size * (1 if part_of is None else part_of.vectors_per_embedding)
 
     def on_torch_device(self, name: str) -> EngineConfig:
         """Return a copy, and of the draft model's configuration one in it, whose device torch calls by this name."""
@@ -100,6 +100,21 @@ class EngineConfig:
         if draft is not None and draft.model_dir == self.model_dir:
             draft = draft.with_weights(model_dir)
         return replace(self, model_dir=model_dir, load=load, files={}, draft=draft)
+
+    @property
+    def serves_adapters(self) -> bool:
+        """True if requests may name adapters."""
+        return self.lora.enable_lora
+
+    @property
+    def max_adapters(self) -> int:
+        """Most different adapters of one step; 0: none are served."""
+        return self.lora.max_loras if self.lora.enable_lora else 0
+
+    @property
+    def num_kept_adapters(self) -> int:
+        """Most adapters in the host's memory."""
+        return self.lora.num_kept
 
     @property
     def max_added_tokens(self) -> int:

@@ -11,8 +11,7 @@ import msgspec
 
 from quire.config.fields import Config, option
 from quire.errors import ConfigError
-from quire.structured_output.backends import check_backend
-from quire.structured_output.params import StructuredOutputsSettings
+from quire.structured_outputs_params import StructuredOutputsSettings
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,6 @@ class StructuredOutputsConfig(Config):
     def settings(self) -> StructuredOutputsSettings:
         """Parsed keys with their types and defaults."""
         return _parse(self.structured_outputs_config)
-
-    def check(self) -> None:
-        """Reject an unavailable backend, without importing one.
-
-        Raises:
-            ConfigError: as of `check_backend`.
-        """
-        check_backend(self.settings.backend)
 
 
 def _parse(value: dict[str, Any]) -> StructuredOutputsSettings:

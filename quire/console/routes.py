@@ -28,20 +28,20 @@ FRAME_QUERY = {"after": {"type": "array", "items": NUMBER}}
 BLOCK_QUERY = {"core": NUMBER, "tier": {"enum": [DEVICE, HOST]}, "id": NUMBER}
 
 
-class Frames(msgspec.Struct):
+class CoreFrames(msgspec.Struct):
     """Present frame of each core."""
 
     cores: list[Frame]
 
 
 @controls.get("/console/frame")
-@describe(Operation(reply=Frames, query=FRAME_QUERY))
+@describe(Operation(reply=CoreFrames, query=FRAME_QUERY))
 async def show_frame(request: Request) -> Response:
     """Show requests, steps and cache blocks of every core; `after` is the last step already known, core by core."""
     after = [_number("after", text) for text in request.query_params.getlist("after")]
     found = await _ask(server_of(request), "console_frame", min(after, default=0))
     frames = msgspec.convert(found, list[Frame])
-    return json_response(Frames([_since(frame, after, core) for core, frame in enumerate(frames)]))
+    return json_response(CoreFrames([_since(frame, after, core) for core, frame in enumerate(frames)]))
 
 
 @controls.get("/console/block")

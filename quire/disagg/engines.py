@@ -87,7 +87,7 @@ class Engine:
     @asynccontextmanager
     async def exchange(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes, head_s: float
-    ) -> AsyncIterator[Reply]:
+    ) -> AsyncIterator[EngineReply]:
         """Send a request and yield the reply, whose head comes within `head_s` seconds.
 
         Raises:
@@ -103,7 +103,7 @@ class Engine:
                 await writer.drain()
                 status, replied = await read_head(reader)
             async with aclosing(read_body(reader, replied)) as pieces:
-                yield Reply(self, status, replied, pieces)
+                yield EngineReply(self, status, replied, pieces)
         except (OSError, EOFError, TimeoutError, EngineError, ValueError) as error:
             if isinstance(error, LostEngineError):
                 raise
@@ -122,7 +122,7 @@ class Engine:
 
 
 @dataclass
-class Reply:
+class EngineReply:
     """Reply of an engine, whose body is read once."""
 
     engine: Engine

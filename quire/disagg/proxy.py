@@ -21,7 +21,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.disagg.engines import Engine, LostEngineError, Reply, Timeouts, in_order, json_object
+from quire.disagg.engines import Engine, EngineReply, LostEngineError, Timeouts, in_order, json_object
 from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class DisaggProxy:
             raise ProxyError(503, "no decode engine works now; try again later")
         await _send_whole(send, busy.status, busy.headers, busy.body)
 
-    async def _stream(self, reply: Reply, send: Send) -> None:
+    async def _stream(self, reply: EngineReply, send: Send) -> None:
         """Pass on a stream.
 
         Raises:
@@ -280,7 +280,7 @@ def _passed(scope: Scope) -> dict[str, str]:
     return {"x-request-id": str(uuid.uuid4()), **kept}
 
 
-def _returned(reply: Reply) -> dict[str, str]:
+def _returned(reply: EngineReply) -> dict[str, str]:
     return {name: reply.headers[name] for name in RETURNED_HEADERS if name in reply.headers}
 
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
+    Callable,
     Collection,
     Coroutine,
     Generator,
@@ -22,6 +23,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,30 +37,44 @@ from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import CoreReceivers, Offer, OutputStream
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.queue_limits import QueueReservation, SharedWaiting
+from quire.engine.shared_counters import CounterSlot
+from quire.engine.sleep_control import OtherFrontEnds, make_sleep_control
+from quire.engine.sleep_state import EngineSleepState
 from quire.engine.startup import prepare
 from quire.engine.tokenizer import INLINE_CHARS, Tokenizer, beside_loop
 from quire.engine.tokenizer_cache import TokenizerContext
 from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError, ValidationError
-from quire.features import WEIGHT_UPDATES
+from quire.features import POOLED_OUTPUTS, WEIGHT_UPDATES
 from quire.inputs import PromptType
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
 from quire.plugins import import_place
-from quire.pooling.collector import PoolingCollector
-from quire.pooling.inputs import DEFAULT_TEXT_OPTIONS, TextOptions
-from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
-from quire.pooling_params import PoolingParams
-from quire.routing.counters import CounterSlot
+from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling_params import DEFAULT_TEXT_OPTIONS, PoolingParams, TextOptions
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import SchedulerStats
-from quire.sleep.controller import OtherFrontEnds, SleepController
-from quire.sleep.modes import EngineSleepState
-from quire.structured_output.request_constraints import ConstraintChecks
 from quire.vllm_names.members import missing_member
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FrontEndAccess:
+    """Front end of an asynchronous engine as features reach it, in the event loop's thread.
+
+    Attributes:
+        tokenize: tokenizes a prompt, for an adapter and with options.
+        send: sends messages to cores.
+        expire: ends the requests whose deadlines have passed, and sets the timer for the next one.
+    """
+
+    front_end: FrontEnd
+    admission: Admission
+    tokenize: Callable[[PromptType, LoRARequest | None, TextOptions], Awaitable[TokenizedPrompt]]
+    send: Callable[[list[Outgoing]], None]
+    expire: Callable[[], None]
 
 
 class AsyncLLM:
@@ -100,8 +116,10 @@ class AsyncLLM:
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
         self._closing: Awaitable[None] | None = None
-        self._checks = ConstraintChecks(self.input_processor.constraints)
-        self._bedtime = SleepController(self._front_end, self._send)
+        self._sleep_control = make_sleep_control(self._front_end, self._send)
+        self._access = FrontEndAccess(
+            self._front_end, self._admission, self._tokenize, self._send, self._expire
+        )
 
     @staticmethod
     def start(config: EngineConfig) -> AsyncLLM:
@@ -127,7 +145,7 @@ class AsyncLLM:
 
     @property
     def loading(self) -> Any:
-        """Stage of the first core that loads (`quire.supervision.progress.LoadingState`); None: unknown, or none
+        """Stage of the first core that loads (`quire.engine.core_progress.LoadingState`); None: unknown, or none
         loads.
         """
         return next((state for client in self._clients if (state := client.loading) is not None), None)
@@ -167,7 +185,7 @@ class AsyncLLM:
             ValidationError: it cannot.
             UnavailableError: all checkers are busy.
         """
-        await self._checks.validated(params)
+        await self.input_processor.constraints.validated_async(params)
 
     async def generate(
         self,
@@ -212,7 +230,9 @@ class AsyncLLM:
             num_tokens = sampling_params.n * len(tokenized.token_ids)
             self._admission.check_tokens(place, num_tokens)
             if isinstance(sampling_params, SamplingParams):
-                sampling_params = await self._checks.validated(sampling_params, tenant)
+                sampling_params = await self.input_processor.constraints.validated_async(
+                    sampling_params, tenant
+                )
             name, messages = self._front_end.submit(
                 request_id,
                 tokenized,
@@ -280,27 +300,10 @@ class AsyncLLM:
         terms |= {"lora_request": lora_request, "data_parallel_rank": data_parallel_rank}
         self._receivers.ensure()
         await self.check_health()
-        window = 2 * self.config.scheduler.max_num_seqs
         options = options.with_kwargs(tokenization_kwargs)
-        collector, names = PoolingCollector(len(prompts)), list[str]()
-        with self._admission.reserve(min(len(prompts), window)) as reserved:
-            tokenized = [await self._tokenize(prompt, lora_request, options) for prompt in prompts]
-            self._admission.check_tokens(reserved, sum(len(one.token_ids) for one in tokenized[:window]))
-        try:
-            while collector.num_missing:
-                num_open = collector.num_missing - (len(prompts) - len(names))
-                for place in range(len(names), min(len(names) + window - num_open, len(prompts))):
-                    name, messages = self._front_end.submit(
-                        request_ids[place], tokenized[place], pooling_params, collector.sink(place), **terms
-                    )
-                    names.append(name)
-                    self._send(messages)
-                self._expire()  # the deadlines may have passed
-                await collector.news()
-            return collector.all()
-        finally:
-            for name in names:
-                self._send(self._front_end.release(name))
+        pool: Callable[..., Awaitable[list[PoolingRequestOutput[PoolingOutput]]]]
+        pool = import_place(POOLED_OUTPUTS)
+        return await pool(self._access, prompts, pooling_params, request_ids, options, terms)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by label with finish_reason "abort"; unknown labels are ignored."""
@@ -318,6 +321,24 @@ class AsyncLLM:
         """Drop the embeddings of media that no request uses; False if some are in use and stay."""
         return all(await self._call_each("reset_encoder_cache"))
 
+    async def start_profile(self) -> None:
+        """Start a profile of every core's worker.
+
+        Raises:
+            ValidationError: the engine has no `profiler_config`, or several ranks, or a profile is running.
+        """
+        self.config.observability.require_profiler()
+        await self._call_each("start_profile")
+
+    async def stop_profile(self) -> list[str]:
+        """End the profiles, and return the paths of their files, on the cores' host.
+
+        Raises:
+            ValidationError: no profile is running, or a file cannot be written; else as `start_profile`.
+        """
+        self.config.observability.require_profiler()
+        return await self._call_each("stop_profile")
+
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter in advance, beside the steps; true when every core has it.
 
@@ -327,7 +348,7 @@ class AsyncLLM:
             ValidationError: it cannot be used; names the file, the tensor and the limit.
         """
         await self.get_tokenizer_context(lora_request)
-        fields = msgspec.to_builtins(lora_request)
+        fields = msgspec.to_builtins(self._front_end.completed_adapter(lora_request))
         return all(await self._call_each("add_lora", fields))
 
     async def get_tokenizer_context(self, adapter: LoRARequest | None) -> TokenizerContext:
@@ -337,6 +358,8 @@ class AsyncLLM:
             ValidationError: its tokenizer does not fit the model's.
         """
         tokenizers = self.input_processor.tokenizers
+        if not self._front_end.has_completed(adapter):
+            await asyncio.to_thread(self._front_end.completed_adapter, adapter)
         known = tokenizers.known(adapter)
         return await asyncio.to_thread(tokenizers.of, adapter) if known is None else known
 
@@ -363,7 +386,7 @@ class AsyncLLM:
     @property
     def is_sleeping(self) -> bool:
         """True if anything of the engine sleeps, or is about to, so that it takes no requests."""
-        return self._bedtime.is_sleeping
+        return self._sleep_control.is_sleeping
 
     @property
     def asleep(self) -> list[str]:
@@ -373,7 +396,7 @@ class AsyncLLM:
     @property
     def refuses_requests(self) -> bool:
         """True if new requests are refused because the engine sleeps; a paused one may queue them."""
-        return self._bedtime.refuses
+        return self._sleep_control.refuses
 
     async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Stop computing until `resume_generation`.
@@ -386,7 +409,7 @@ class AsyncLLM:
             UnavailableError: a core is loading.
         """
         self._receivers.ensure()
-        await self._bedtime.pause(mode, clear_cache=clear_cache)
+        await self._sleep_control.pause(mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
         """Go on after `pause_generation`; no effect while nothing is paused.
@@ -395,7 +418,7 @@ class AsyncLLM:
             ConflictError: the weights or the KV cache sleep.
         """
         self._receivers.ensure()
-        await self._bedtime.resume()
+        await self._sleep_control.resume()
 
     async def is_paused(self) -> bool:
         """Return whether no steps are planned."""
@@ -436,7 +459,7 @@ class AsyncLLM:
 
     async def rename_weights(self, version: str) -> None:
         """Set the version of the weights in use."""
-        await self._bedtime.rename_weights(version)
+        await self._sleep_control.rename_weights(version)
 
     async def replace_weights(self, model_dir: str, version: str) -> None:
         """Use the weights of another directory, in all cores or in none; the engine is paused.
@@ -449,7 +472,7 @@ class AsyncLLM:
         def adopt() -> None:
             self._cores.use_weights(model_dir)
 
-        await self._bedtime.replace_weights(model_dir, version, adopt)
+        await self._sleep_control.replace_weights(model_dir, version, adopt)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Suspend until `wake_up` and free memory: level 0 none, level 1 the KV cache, level 2 also the weights.
@@ -463,7 +486,7 @@ class AsyncLLM:
             ConflictError: the engine was woken while it waited for requests.
         """
         self._receivers.ensure()
-        await self._bedtime.sleep(level, mode)
+        await self._sleep_control.sleep(level, mode)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Wake everything, or only the tags among "weights", "kv_cache" and "scheduling"; no effect while awake.
@@ -476,11 +499,11 @@ class AsyncLLM:
             EngineError: the weights cannot be loaded, or memory is short; the affected parts stay asleep.
         """
         self._receivers.ensure()
-        await self._bedtime.wake_up(tags)
+        await self._sleep_control.wake_up(tags)
 
     def sleep_with(self, others: OtherFrontEnds) -> None:
         """Set the other front ends of the cores; this front end controls sleep for all of them."""
-        self._bedtime.others = others
+        self._sleep_control.others = others
 
     def rest(self, rest: EngineSleepState, *, is_falling_asleep: bool) -> None:
         """Apply the sleep state decided by the controlling front end."""

@@ -22,7 +22,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -38,6 +37,7 @@ import zmq
 
 from quire import private_directories
 from quire.config import EngineConfig
+from quire.engine.core_progress import LoadingState, ProgressFile
 from quire.engine.messages import (
     NO_MESSAGE,
     WIRE_VERSION,
@@ -48,9 +48,9 @@ from quire.engine.messages import (
     CoreRequest,
     Shutdown,
 )
+from quire.engine.supervision import supervision
 from quire.errors import EngineDeadError, StartupError
 from quire.processes import exit_reason, start_python
-from quire.supervision.progress import Heartbeat, LoadingState, Progress, cpu_seconds_with_children
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -159,7 +159,7 @@ class RemoteClient(CoreClient):
         self._send_lock, self._receive_lock = threading.Lock(), threading.Lock()
         self._ready = False
         self._closed = threading.Event()
-        self._heartbeat = Heartbeat(config.supervision.core_heartbeat_timeout)
+        self._heartbeat = supervision().make_hang_detector(config.supervision.core_heartbeat_timeout)
         self._failure: CoreFailed | None = None
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -178,7 +178,7 @@ class RemoteClient(CoreClient):
             raise
 
     @abstractmethod
-    def _open_progress(self, config: EngineConfig) -> Progress:
+    def _open_progress(self, config: EngineConfig) -> ProgressFile:
         """Open the progress file or its equivalent."""
 
     @abstractmethod
@@ -234,7 +234,7 @@ class RemoteClient(CoreClient):
         return None if self._closed.is_set() else self._progress.loading
 
     def digests_in_work(self) -> set[bytes]:
-        """Return the digests of the requests being worked on (see `progress.requests_with_digests`)."""
+        """Return the digests of the requests being worked on (see `core_progress.requests_with_digests`)."""
         return set() if self._closed.is_set() else self._progress.digests()
 
     def _decoded(self, frame: bytes) -> CoreMessage | None:
@@ -256,8 +256,7 @@ class RemoteClient(CoreClient):
         return message
 
     def _check_heartbeat(self) -> None:
-        turns, used = self._progress.num_turns, cpu_seconds_with_children(self._pid)
-        if self._heartbeat.hangs(time.monotonic(), turns, used, self._progress.expected_s):
+        if self._heartbeat.poll(self._progress, self._pid):
             self._on_hang(self._heartbeat.silent_s)
 
     def _death(self) -> StartupError | EngineDeadError:
@@ -342,8 +341,8 @@ class AttachedClient(RemoteClient):
             self._closed.set()
             self._release()
 
-    def _open_progress(self, config: EngineConfig) -> Progress:
-        return Progress(self._directory / PROGRESS)
+    def _open_progress(self, config: EngineConfig) -> ProgressFile:
+        return ProgressFile(self._directory / PROGRESS)
 
     def _connect_core(self, config: EngineConfig) -> int:
         self.send(Attach(self._front_end))
@@ -471,8 +470,8 @@ class ProcessClient(RemoteClient):
             self.process.wait()
         self._release()
 
-    def _open_progress(self, config: EngineConfig) -> Progress:
-        return Progress.create(self._directory / PROGRESS, config.scheduler.max_num_seqs)
+    def _open_progress(self, config: EngineConfig) -> ProgressFile:
+        return ProgressFile.create(self._directory / PROGRESS, config.scheduler.max_num_seqs)
 
     def _connect_core(self, config: EngineConfig) -> int:
         self.process = self._start_core(config)

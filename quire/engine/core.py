@@ -21,11 +21,13 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.core_feature import core_features
+from quire.engine.core_progress import ProgressFile
 from quire.engine.file_states import check_files, states_of
 from quire.engine.kv_events import create_publisher
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
+    CacheDelta,
     CoreMessage,
     CoreReady,
     CoreRequest,
@@ -37,24 +39,18 @@ from quire.engine.messages import (
     request_of,
 )
 from quire.engine.replicas.lockstep import Lockstep, in_step
-from quire.engine.sleeper import Sleeper
 from quire.engine.step_loop import Clock, make_loop
-from quire.engine.tokenizer_cache import load_vocabulary
+from quire.engine.supervision import supervision
 from quire.engine.trace import create_trace, recorded
-from quire.errors import ClientError, EngineDeadError, StartupError, ValidationError
+from quire.errors import ClientError, EngineDeadError, StartupError
 from quire.executor.base import Executor, resolve_executor
 from quire.kv_cache.sizing import resolve_max_model_len, size_kv_cache
 from quire.plugins import load_general_plugins
-from quire.routing.counters import CacheDeltaBuffer
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import resolve_scheduler
-from quire.supervision.progress import Progress, with_progress
 
 logger = logging.getLogger(__name__)
-
-# Utilities that leave scheduler and worker inconsistent if they fail midway.
-VITAL = frozenset({"sleep", "wake_up", "commit_weights", "forget_cache"})
 
 
 class EngineCore:
@@ -72,7 +68,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         clock: Clock = time.monotonic,
-        progress: Progress | None = None,
+        progress: ProgressFile | None = None,
         lockstep: Lockstep | None = None,
     ) -> None:
         started = clock()
@@ -97,40 +93,28 @@ class EngineCore:
                 self.scheduler = recorded(self.scheduler, self._trace)
             self._features = core_features(config, self.executor, self.scheduler, clock)
             self._publisher = create_publisher(config)
-        self._cache_deltas = CacheDeltaBuffer() if config.tells_cache else None
-        self.executor.use_vocabulary(partial(load_vocabulary, config))
+        self._event_readers = [feature for feature in self._features if feature.reads_kv_events]
+        self.progress = progress
         self._lockstep = lockstep
         self._config = config
         executor = self.executor
         if progress is not None:
-            executor = with_progress(executor, progress, is_alone=lockstep is None)
+            executor = supervision().observed(executor, progress, is_alone=lockstep is None)
         executor = executor if lockstep is None else in_step(executor, lockstep)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
-        self._sleeper = Sleeper(
-            self.scheduler,
-            self.executor,
-            self._loop,
-            clock,
-            self._queue_updates,
-            progress,
-            partial(check_files, config),
-        )
+        for feature in self._features:
+            feature.connect(self)
         self.utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self._reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,
             "stats": self.scheduler.stats,
             "explain": self.explain,
-            "sleep": self._sleep,
-            "wake_up": self._sleeper.wake_up,
             "run_on_worker": self.executor.run_on_worker,
-            "forget_cache": self._forget_cache,
-            "prepare_weights": self._prepare_weights,
-            "commit_weights": self._commit_weights,
-            "drop_weights": self.executor.drop_weights,
             "call_workers": self.executor.call_workers,
         }
         for feature in self._features:
             self.utilities.update(feature.utilities)
+        self._vital = frozenset(name for feature in self._features for name in feature.vital)
         self._pending_calls: list[tuple[UtilityCall, Future[Any]]] = []
         self._pending_updates: list[RequestUpdate] = []
         self.ready = CoreReady(
@@ -168,8 +152,7 @@ class EngineCore:
                 feature.stepped(updates)
                 feature.add_stats(stats)
             self._publish_events()
-            delta = None if self._cache_deltas is None else self._cache_deltas.take()
-            return EngineCoreOutputs(updates, stats, self._clock(), cache=delta)
+            return EngineCoreOutputs(updates, stats, self._clock(), cache=self._pop_cache_delta())
 
     def pop_answers(self) -> list[UtilityResult]:
         """Return results of utility calls that finished asynchronously; a step may complete some."""
@@ -224,7 +207,8 @@ class EngineCore:
     def shutdown(self) -> None:
         """Release all resources; may be called twice. What features still write is written first."""
         if self._failure is None:
-            self._settle()
+            self.settle()
+            self._publish_events()
         for feature in self._features:
             feature.close()
         self.executor.shutdown()
@@ -233,54 +217,36 @@ class EngineCore:
         if self._trace is not None:
             self._trace.close()
 
-    def _sleep(self, level: int) -> list[str]:
-        self._settle()
-        return self._sleeper.sleep(level)
-
     def _reset_prefix_cache(self) -> bool:
-        self._settle()
+        self.settle()
         return self.scheduler.reset_prefix_cache()
 
-    def _forget_cache(self) -> None:
-        """Discard all cached content of a paused core; retained requests are computed again."""
-        self._sleeper.check_paused()
-        self._settle()
-        self._sleeper.forget()
-
-    def _prepare_weights(self, model_dir: str) -> None:
-        """Load weights beside those in use; none if this core was started with them.
-
-        Raises:
-            ClientError: the core is not paused, or the weights do not fit.
-        """
-        self._sleeper.check_paused()
-        if model_dir == self._config.model_dir:
-            return
-        self._settle()
-        for feature in self._features:
-            feature.check_new_weights()
-        self._sleeper.begin()
-        try:
-            self.executor.prepare_weights(model_dir)
-        except StartupError as error:
-            raise ValidationError(
-                str(error).replace(f"{model_dir}/", "").replace(model_dir, "the update")
-            ) from None
-
-    def _commit_weights(self, model_dir: str) -> None:
-        """Use the prepared weights; nothing computed with the old ones is left."""
-        if model_dir == self._config.model_dir:
-            return
-        self._sleeper.check_paused()
-        self._settle()
-        config = self._config.with_weights(model_dir)
-        self._config = replace(config, files=states_of(config))
-        self._sleeper.replace_weights(partial(check_files, self._config))
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Let features end their work on the KV cache; updates of steps that this takes are queued."""
         for feature in self._features:
-            feature.settle(lambda: self._queue_updates(self._take_step()))
+            feature.settle(self.run_step)
+
+    def run_step(self) -> None:
+        """Run a step; its updates are queued for the next output."""
+        self._queue_updates(self._take_step())
+
+    def check_files(self) -> None:
+        """Raise StartupError if the model's files are no longer those of the start, or of the last update."""
+        check_files(self._config)
+
+    def check_new_weights(self) -> None:
+        """Raise ConflictError if a feature holds something of the old weights that a request needs."""
+        for feature in self._features:
+            feature.check_new_weights()
+
+    def has_weights_of(self, model_dir: str) -> bool:
+        """Return whether the weights in use are those of a directory."""
+        return model_dir == self._config.model_dir
+
+    def use_weights_of(self, model_dir: str) -> None:
+        """Note that the weights of a directory are in use."""
+        config = self._config.with_weights(model_dir)
+        self._config = replace(config, files=states_of(config))
 
     @contextmanager
     def _fail_core_on_error(self) -> Iterator[None]:
@@ -325,7 +291,7 @@ class EngineCore:
         except ClientError as error:
             return UtilityResult(call.call_id, error=str(error), refused=True)
         except Exception as error:
-            if call.method in VITAL and not isinstance(error, StartupError):
+            if call.method in self._vital and not isinstance(error, StartupError):
                 raise
             logger.exception("the utility %r failed", call.method)
             what = f"{type(error).__name__}; see the engine core's log for the traceback"
@@ -333,13 +299,22 @@ class EngineCore:
         self._publish_events()  # the next step may be far off
         return UtilityResult(call.call_id, result=result)
 
+    def _pop_cache_delta(self) -> CacheDelta | None:
+        """Return the changes of the prefix cache since the last call, if a feature records them."""
+        for feature in self._event_readers:
+            delta = feature.pop_cache_delta()
+            if delta is not None:
+                return delta
+        return None
+
     def _publish_events(self) -> None:
-        """Publish KV cache events to subscribers, and record them for routers."""
-        if self._publisher is None and self._cache_deltas is None:
+        """Publish KV cache events to subscribers, and let features record them."""
+        if self._publisher is None and not self._event_readers:
             return
         events = self.scheduler.pop_kv_events()
-        if events and self._cache_deltas is not None:
-            self._cache_deltas.note(events)
+        if events:
+            for feature in self._event_readers:
+                feature.note_kv_events(events)
         if events and self._publisher is not None:
             self._publisher.publish(events, time.time())
 

@@ -3,18 +3,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 from quire.config import EngineConfig
-from quire.engine.messages import EngineCoreRequest
+from quire.engine.core_progress import ProgressFile
+from quire.engine.messages import CacheDelta, EngineCoreRequest
 from quire.engine.step_loop import Clock
 from quire.executor.base import Executor
 from quire.features import CORE_FEATURES
+from quire.kv_cache.events import KVCacheEvent
 from quire.plugins import import_place
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.scheduler import Scheduler
+
+
+class CoreAccess(Protocol):
+    """Engine core as its features reach it."""
+
+    progress: ProgressFile | None
+    """Progress of the core's process, if it is recorded."""
+
+    def settle(self) -> None:
+        """Let features end their work on the KV cache."""
+
+    def run_step(self) -> None:
+        """Run a step; its updates are queued for the next output."""
+
+    def check_files(self) -> None:
+        """Raise StartupError if the model's files are no longer those of the start, or of the last update."""
+
+    def check_new_weights(self) -> None:
+        """Raise ConflictError if a feature holds something of the old weights that a request needs."""
+
+    def has_weights_of(self, model_dir: str) -> bool:
+        """Return whether the weights in use are those of a directory."""
+
+    def use_weights_of(self, model_dir: str) -> None:
+        """Note that the weights of a directory are in use."""
 
 
 class CoreFeature:
@@ -23,10 +50,19 @@ class CoreFeature:
     The executor has its KV cache when a feature is constructed. Times are of `clock`.
     """
 
+    vital: ClassVar[frozenset[str]] = frozenset()
+    """Utilities that leave scheduler and worker inconsistent if they fail midway."""
+    reads_kv_events: ClassVar[bool] = False
+    """True if the core calls `note_kv_events` and `pop_cache_delta`."""
+
     def __init__(self, config: EngineConfig, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
         self._executor = executor
         self._scheduler = scheduler
         self._clock = clock
+
+    def connect(self, core: CoreAccess) -> None:
+        """Store access to the core, which is complete now."""
+        self._core = core
 
     @staticmethod
     def is_wanted(config: EngineConfig) -> bool:
@@ -66,6 +102,14 @@ class CoreFeature:
 
     def stepped(self, updates: list[RequestUpdate]) -> None:
         """Note a finished step; may complete its updates."""
+        return None
+
+    def note_kv_events(self, events: Sequence[KVCacheEvent]) -> None:
+        """Record events of the KV cache in the order in which they happened."""
+        return None
+
+    def pop_cache_delta(self) -> CacheDelta | None:
+        """Return changes of the prefix cache to send with a step's updates."""
         return None
 
     def add_stats(self, stats: SchedulerStats) -> None:

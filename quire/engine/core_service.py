@@ -30,6 +30,7 @@ from quire import private_directories
 from quire.config import EngineConfig
 from quire.engine.client import CONFIG, PROGRESS, REQUESTS, message_socket
 from quire.engine.core import EngineCore
+from quire.engine.core_progress import ProgressFile
 from quire.engine.front_end import front_end_of_number, front_end_of_request
 from quire.engine.messages import (
     NO_MESSAGE,
@@ -49,7 +50,6 @@ from quire.errors import EngineError, StartupError
 from quire.logging_setup import configure_logging
 from quire.processes import freeze_garbage
 from quire.scheduler.output import RequestUpdate, SchedulerStats
-from quire.supervision.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class CoreService:
         self._lockstep = self._join_replicas(context)
         self._gone: set[int] = set()
         self._decoder = msgspec.msgpack.Decoder(CoreRequest)
-        self._progress = Progress(directory / PROGRESS)
+        self._progress = ProgressFile(directory / PROGRESS)
         configure_logging(self._config.observability.log_level, self._config.observability.log_format)
 
     def _join_replicas(self, context: zmq.Context[zmq.Socket[bytes]]) -> Lockstep | None:

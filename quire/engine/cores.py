@@ -33,8 +33,8 @@ from quire.engine.file_states import check_files, states_of
 from quire.engine.replicas.configs import replica_configs, with_meeting_directory
 from quire.engine.replicas.ray_replicas import RayReplicas
 from quire.engine.replicas.remote_replicas import JOIN_S, RemoteReplicaClient, RemoteReplicas
+from quire.engine.supervision import Verdict, supervision
 from quire.errors import EngineDeadError, ModelLoadError, QuireError, StartupError
-from quire.supervision.progress import MAX_DEATHS, WINDOW_S, Blame, Supervisor, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class OwnCores(Cores):
         self.config = config
         self._configs = replica_configs(config, in_process=in_process)
         self._watcher: CoreWatcher | None = None
-        self._supervisor = Supervisor(resume=config.supervision.on_core_death == "resume")
+        self._supervisor = supervision().make_supervisor(resume=config.supervision.on_core_death == "resume")
         self._stopped = asyncio.Event()
         self._remote = RemoteReplicas(config) if config.parallel.remote_replicas else None
         self._ray: RayReplicas | None = None
@@ -142,8 +142,7 @@ class OwnCores(Cores):
             core, in_flight.keys(), requests_in_work(client, in_flight), elsewhere
         )
         if verdict.restart_in_s is None:
-            which = f"it was the {MAX_DEATHS + 1}th death in {WINDOW_S / 60:g} minutes"
-            raise EngineDeadError(f"{self._which(core)}{error}; {which}")
+            raise EngineDeadError(f"{self._which(core)}{error}; {verdict.reason}")
         num_left, delay_s = len(in_flight) - len(verdict.failed), verdict.restart_in_s
         message = "%s%s; a new one starts in %g s, %d requests resume"
         logger.error(message, self._which(core), error, delay_s, num_left)
@@ -249,7 +248,7 @@ class BorrowedCores(Cores):
         self.front_end = front_end
         num_cores = config.parallel.num_replicas
         self.clients = [PendingCoreClient() for _ in range(num_cores)]
-        self._blame = Blame(resume=config.supervision.on_core_death == "resume")
+        self._supervisor = supervision().make_supervisor(resume=config.supervision.on_core_death == "resume")
         self._addresses: list[CoreAddress | None] = [None] * num_cores
         self._stopped = False
         self._changed = [asyncio.Event() for _ in range(num_cores)]
@@ -269,7 +268,7 @@ class BorrowedCores(Cores):
         self, core: int, in_flight: InFlightIds, elsewhere: Set[str], error: QuireError, *, was_ready: bool
     ) -> Verdict:
         in_work = requests_in_work(self.clients[core], in_flight)
-        return Verdict(0.0, self._blame.failed(in_flight.keys(), in_work, elsewhere))
+        return self._supervisor.left(in_flight.keys(), in_work, elsewhere)
 
     async def replace(self, core: int, delay_s: float) -> bool:
         await asyncio.to_thread(self.clients[core].close)

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.errors import ModelLoadError, ValidationError
-from quire.lora.peft_config import TEMPLATES_NAME, adapter_fingerprint, directory_of
-from quire.lora_request import LoRARequest
+from quire.errors import ModelLoadError
 from quire.models.checkpoint import resolve_model_dir
+from quire.models.checkpoint_files import MODULES, TEMPLATE_FOLDER
 from quire.models.gguf.model import is_gguf, part_names
-from quire.pooling.models.sentence_transformers import MODULES
+from quire.models.gguf.projector import projector_of
 
 # Path -> size, modification time and status change in ns, inode.
 FileStates = dict[str, tuple[int, int, int, int]]
@@ -27,7 +26,10 @@ MOST_NAMED = 4  # changed files in one message
 def states_of(config: EngineConfig) -> FileStates:
     """Return the state of every file that is read for a config's model and tokenizer."""
     places = {Path(config.model_dir), tokenizer_dir(config)}
-    return {str(path): state for place in places for path in _files(place) if (state := _state(path))}
+    files = [path for place in places for path in _files(place)]
+    projector = projector_of(Path(config.model_dir), config.multimodal)
+    files += [] if projector is None else [projector]
+    return {str(path): state for path in files if (state := _state(path))}
 
 
 def tokenizer_dir(config: EngineConfig) -> Path:
@@ -56,25 +58,6 @@ def check_files(config: EngineConfig) -> None:
             raise ModelLoadError(_changed(names))
 
 
-def adapter_request(name: str, number: int, path: str) -> LoRARequest:
-    """Return the request for an adapter as it is on disk now: with an absolute path and a fingerprint of its files.
-
-    Raises:
-        ValidationError: the path is relative and the working directory was deleted, or the path cannot be read.
-    """
-    try:
-        directory = directory_of(path).absolute()
-        fingerprint = adapter_fingerprint(directory)
-    except FileNotFoundError:
-        raise ValidationError(
-            "lora_path is relative to the server's working directory, which was deleted; give an absolute path",
-            param="lora_path",
-        ) from None
-    except OSError as error:  # a name too long, a directory of another user
-        raise ValidationError(f"lora_path cannot be read: {error.strerror}", param="lora_path") from None
-    return LoRARequest(name, number, str(directory), fingerprint)
-
-
 def _changed(paths: list[str]) -> str:
     named = ", ".join(paths[:MOST_NAMED]) + (
         f" and {len(paths) - MOST_NAMED} more" * (len(paths) > MOST_NAMED)
@@ -90,7 +73,7 @@ def _files(place: Path) -> Iterator[Path]:
     text = modules.read_text(errors="replace") if modules.is_file() else ""
     for path in place.iterdir() if place.is_dir() else ():
         if path.is_dir():
-            if path.name == TEMPLATES_NAME or f'"{path.name}"' in text:
+            if path.name == TEMPLATE_FOLDER or f'"{path.name}"' in text:
                 yield from (inner for inner in path.iterdir() if inner.suffix in SUFFIXES)
         elif path.suffix in SUFFIXES:
             yield path

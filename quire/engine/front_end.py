@@ -27,8 +27,9 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from quire.beam_search.requests import BeamSearches
+from quire.adapters import AdapterContents, AdapterRequest
 from quire.config import EngineConfig
+from quire.engine.core_choice import make_core_choice
 from quire.engine.file_states import check_files
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import (
@@ -45,6 +46,8 @@ from quire.engine.messages import (
 from quire.engine.output_processor import OutputProcessor, Sink
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.rank_checks import LAUNCHED
+from quire.engine.request_owner import request_owners
+from quire.engine.sleep_state import EngineSleepState
 from quire.engine.startup import load_tokenizer
 from quire.errors import (
     ConflictError,
@@ -54,17 +57,16 @@ from quire.errors import (
     UnavailableError,
     ValidationError,
 )
+from quire.features import ADAPTER_CONTENTS
 from quire.kv_cache.hashing import extra_keys
-from quire.lora_request import LoRARequest
 from quire.metrics.stats import STAT_LOGGERS, StatLoggerGroup
 from quire.metrics.tracing import make_tracers
 from quire.models.gguf.model import forget_files
+from quire.plugins import import_place
 from quire.pooling_params import PoolingParams
-from quire.routing.router import RoutedRequest, Router
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.explain import Explanation
 from quire.scheduler.queues import NUM_REMEMBERED
-from quire.sleep.modes import EngineSleepState
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +149,7 @@ class CoreIds:
 
 
 @dataclass(frozen=True)
-class InFlightRequest:
+class CallerRequest:
     """Request in flight: caller's label, core index, core ids of its sequences."""
 
     label: str
@@ -166,7 +168,7 @@ class InFlightRequests:
     def __init__(self, num_cores: int, front_end: int) -> None:
         self._num_sequences = [0] * num_cores
         self._core_ids = CoreIds(front_end)
-        self._by_name: dict[str, InFlightRequest] = {}
+        self._by_name: dict[str, CallerRequest] = {}
         self._names: dict[str, str] = {}  # of the requests, by core id
         self._deadlines: list[tuple[float, str]] = []
 
@@ -176,7 +178,7 @@ class InFlightRequests:
         """Return a name that no other request has."""
         return self._core_ids.new(label)
 
-    def add(self, name: str, request: InFlightRequest, deadline: float | None = None) -> None:
+    def add(self, name: str, request: CallerRequest, deadline: float | None = None) -> None:
         """Add a request that is sent to its core and must finish by `deadline` on the engine's clock."""
         self._by_name[name] = request
         self._names.update(dict.fromkeys(request.core_ids, name))
@@ -264,7 +266,7 @@ class InFlightRequests:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CoreCall:
     core: int
     message: UtilityCall
     answer: Future[Any]
@@ -275,12 +277,12 @@ class UtilityCalls:
 
     def __init__(self, front_end: int = 0) -> None:
         self._numbers = numbers_of(front_end)
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _CoreCall] = {}
 
     def start(self, core: int, method: str, args: Sequence[Any]) -> tuple[Future[Any], UtilityCall]:
         """Create a call; its future raises `ValidationError` if the core refuses, `EngineError` if it fails."""
         message = UtilityCall(next(self._numbers), method, list(args))
-        self._calls[message.call_id] = call = _Call(core, message, Future())
+        self._calls[message.call_id] = call = _CoreCall(core, message, Future())
         return call.answer, message
 
     def unanswered_by(self, core: int) -> list[UtilityCall]:
@@ -318,7 +320,7 @@ class Terms(TypedDict):
 
     priority: int
     tenant: str
-    lora_request: LoRARequest | None
+    lora_request: AdapterRequest | None
 
 
 class FrontEnd:
@@ -365,7 +367,7 @@ class FrontEnd:
             clock=clock,
         )
         self.output_processor = OutputProcessor(self.tokenizer)
-        self._beam_searches = BeamSearches(self.tokenizer)
+        self._owners = request_owners(self.tokenizer)
         plugged_in = [make(config) for make in STAT_LOGGERS.resolve_all()]
         self.stat_loggers = StatLoggerGroup([*make_tracers(config), *plugged_in])
         self.dead_error: QuireError | None = None
@@ -374,8 +376,12 @@ class FrontEnd:
         self._is_first = number == 0
         self._ready: list[CoreReady | None] = [None] * num_cores
         self._in_flight = InFlightRequests(num_cores, number)
-        self.router = Router(config, num_cores)
+        self.router = make_core_choice(config, num_cores)
         self._calls = UtilityCalls(number)
+        reads_contents = config.lora.enable_lora and config.kv_store.moves_rows
+        self._contents: AdapterContents | None = (
+            import_place(ADAPTER_CONTENTS)(config) if reads_contents else None
+        )
 
     # State
 
@@ -390,7 +396,8 @@ class FrontEnd:
     @property
     def num_unfinished(self) -> int:
         """Sequences whose finish has not been published yet."""
-        return self.output_processor.num_unfinished + self._beam_searches.num_unfinished
+        further = sum(owner.num_unfinished for owner in self._owners.values())
+        return self.output_processor.num_unfinished + further
 
     @property
     def core_ready(self) -> CoreReady | None:
@@ -456,6 +463,17 @@ class FrontEnd:
 
     # Requests
 
+    def completed_adapter(self, request: AdapterRequest | None) -> AdapterRequest | None:
+        """Return an adapter with the digest of its content where cached blocks may outlive the process.
+
+        It reads the adapter's files unless `has_completed`.
+        """
+        return request if request is None or self._contents is None else self._contents.completed(request)
+
+    def has_completed(self, request: AdapterRequest | None) -> bool:
+        """Return whether `completed_adapter` reads no files."""
+        return request is None or self._contents is None or self._contents.is_complete(request)
+
     def submit(
         self,
         label: str,
@@ -465,7 +483,7 @@ class FrontEnd:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
@@ -487,23 +505,23 @@ class FrontEnd:
         cores = self._cores_for(data_parallel_rank)
         name = self._in_flight.new_name(label)
         tracked_sink = self._with_removal(name, sink)
+        lora_request = self.completed_adapter(lora_request)
         terms = Terms(priority=priority, tenant=tenant, lora_request=lora_request)
-        if isinstance(params, BeamSearchParams):
-            first, params = self.input_processor.process_beam_search(name, prompt, params, **terms)
-            core_ids, messages = self._beam_searches.add(
-                label, prompt, first, params, tracked_sink, trace_headers
+        owner = self._owners.get(type(params))
+        if owner is not None:
+            core_ids, messages = owner.submit(
+                self.input_processor, name, label, prompt, params, terms, tracked_sink, trace_headers
             )
         else:
             requests = self._checked(name, prompt, params, terms)
             self.output_processor.add_request(label, prompt, requests, tracked_sink, trace_headers)
             core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
-        adapter = None if lora_request is None else lora_request.key
+        adapter = None if lora_request is None else lora_request.cache_key
         keys = extra_keys(prompt.cache_salt, adapter, prompt.media)
-        routed = RoutedRequest(prompt.token_ids, len(core_ids), keys)
-        core = self.router.route(name, routed, core_ids[0], cores)
+        core = self.router.admit(name, prompt.token_ids, len(core_ids), keys, core_ids[0], cores)
         came = self.clock() if arrived is None else arrived
         deadline = None if timeout_s is None else came + timeout_s
-        self._in_flight.add(name, InFlightRequest(label, core, core_ids), deadline)
+        self._in_flight.add(name, CallerRequest(label, core, core_ids), deadline)
         return name, [(core, message) for message in messages]
 
     def _cores_for(self, replica: int | None) -> Sequence[int]:
@@ -520,10 +538,16 @@ class FrontEnd:
         return [core] if core in self.cores_to_query else self.cores_to_query
 
     def _checked(
-        self, name: str, prompt: TokenizedPrompt, params: SamplingParams | PoolingParams, terms: Terms
+        self,
+        name: str,
+        prompt: TokenizedPrompt,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
+        terms: Terms,
     ) -> list[EngineCoreRequest]:
         if isinstance(params, PoolingParams):
             return [self.input_processor.process_pooling(name, prompt, params, **terms)]
+        if isinstance(params, BeamSearchParams):
+            raise ValidationError("this installation has no beam search (quire.beam_search)", param="params")
         return self.input_processor.process(name, prompt, params, **terms)
 
     def abort(self, labels: str | Iterable[str]) -> list[Outgoing]:
@@ -553,7 +577,9 @@ class FrontEnd:
         if isinstance(message, EngineCoreOutputs):
             now = message.timestamp or self.clock()
             ends, stats = self.output_processor.process(message, now)
-            messages = self._beam_searches.process(message.updates, now, stats)
+            messages: list[CoreRequest] = []
+            for owner in self._owners.values():
+                messages += owner.process(message.updates, now, stats)
             stats.wasted_prompt_tokens = message.spent
             self.stat_loggers.record(stats, message.stats, core)
             self.router.mark_updated(update.request_id for update in message.updates)
@@ -680,7 +706,8 @@ class FrontEnd:
 
     def _resumed(self, core_ids: Sequence[str]) -> list[CoreRequest]:
         """Return the messages that make a core resume a request."""
-        found = [owner.resume(core_ids) for owner in (self.output_processor, self._beam_searches)]
+        found = [self.output_processor.resume(core_ids)]
+        found += [owner.resume(core_ids) for owner in self._owners.values()]
         return [add_message(requests) for requests in found if requests]
 
     def _end(self, core_ids: Sequence[str], reason: str) -> list[Outgoing]:
@@ -689,8 +716,9 @@ class FrontEnd:
         for core, theirs in self._in_flight.by_core(core_ids).items():
             now = self.clock()
             ends, stats = self.output_processor.end(theirs, reason, now)
-            if beams := self._beam_searches.end(theirs, reason, now, stats):
-                ends[reason] = [*ends.get(reason, ()), *beams]
+            for owner in self._owners.values():
+                if more := owner.end(theirs, reason, now, stats):
+                    ends[reason] = [*ends.get(reason, ()), *more]
             if ends:
                 self.stat_loggers.record(stats, None, core)
             messages += [(core, AbortRequests(ended, why)) for why, ended in ends.items()]
@@ -701,7 +729,8 @@ class FrontEnd:
         if core_ids:
             now = self.clock()
             stats = self.output_processor.fail(core_ids, error, now)
-            self._beam_searches.fail(core_ids, error, now, stats)
+            for owner in self._owners.values():
+                owner.fail(core_ids, error, now, stats)
             self.stat_loggers.record(stats, None, core)
 
     def _resolve_max_model_len(self) -> None:

@@ -10,15 +10,24 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.config.arch import encoder_positions
+from quire.config.pooling import PoolingSpec
 from quire.engine.media_checks import check_prompt_media
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
-from quire.engine.prompt_forms import TokenizedPrompt, check_cut_text, check_length, parts_of
+from quire.engine.params_checks import make_params_checks
+from quire.engine.prompt_forms import (
+    PromptParts,
+    TokenizedPrompt,
+    check_cut_text,
+    check_length,
+    parts_of,
+)
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.tokenizer_cache import (
     TokenizerCache,
@@ -28,15 +37,12 @@ from quire.engine.tokenizer_cache import (
     indexed_ids,
 )
 from quire.errors import ValidationError
-from quire.features import ENCODER_PROMPTS, PROMPT_EMBEDS
+from quire.features import ENCODER_PROMPTS, POOLING_INPUTS, PROMPT_EMBEDS
 from quire.inputs import PromptType
 from quire.kv_transfer_params import FIELD, read_transfer
-from quire.lora_request import LoRARequest
 from quire.plugins import import_place, plugin_names
-from quire.pooling.inputs import DEFAULT_TEXT_OPTIONS, PoolingInputs, TextOptions
-from quire.pooling_params import PoolingParams
+from quire.pooling_params import DEFAULT_TEXT_OPTIONS, PoolingParams, TextOptions
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.structured_output.request_constraints import Constraints
 
 PARAM_EMBEDS = "prompt_embeds"
 MAX_SALT_CHARS = 128
@@ -46,6 +52,27 @@ MAX_LISTED_IDS = 2**20
 MAX_TOKENS = ("max_tokens", "max_new_tokens")
 INT64_RANGE = range(-(2**63), 2**63)
 NOTHING_SAMPLED = SamplingParams(max_tokens=None, detokenize=False)  # Parameters of pooling requests.
+
+
+class PoolingReader(Protocol):
+    """Reader of the requests of a pooling model; thread-safe."""
+
+    config: EngineConfig
+    spec: PoolingSpec
+
+    def tokenize(self, parts: PromptParts, options: TextOptions = ...) -> TokenizedPrompt:
+        """Tokenize a prompt.
+
+        Raises:
+            ValidationError: a text is empty or too long in any tokenization, or the model has no such prompt.
+        """
+
+    def validated(self, params: PoolingParams) -> PoolingParams:
+        """Return the parameters with their task, checked against the model.
+
+        Raises:
+            ValidationError: the model does not support them.
+        """
 
 
 class InputProcessor:
@@ -73,19 +100,21 @@ class InputProcessor:
         self.tokenizers = TokenizerCache(config, tokenizer)
         self._clock = clock
         self._seeds = random.Random(config.model.seed)
-        self.constraints = Constraints(config, tokenizer, self.tokenizers.model.end_ids)
+        self.constraints = make_params_checks(config, tokenizer, self.tokenizers.model.end_ids)
         self._embeds = import_place(PROMPT_EMBEDS)() if config.multimodal.enable_prompt_embeds else None
         part_of = config.arch.part_of
-        reads_text = part_of is not None and part_of.reads_text
-        self._encoder_prompts = import_place(ENCODER_PROMPTS)(config, tokenizer) if reads_text else None
-        self.pooling = None if config.pooling is None else PoolingInputs(config, config.pooling, tokenizer)
+        is_prompted = part_of is not None and part_of.is_prompted
+        self._encoder_prompts = import_place(ENCODER_PROMPTS)(config, tokenizer) if is_prompted else None
+        self.pooling: PoolingReader | None = None
+        if config.pooling is not None:
+            self.pooling = import_place(POOLING_INPUTS)(config, config.pooling, tokenizer)
 
     def tokenize(
         self,
         prompt: PromptType,
         options: TextOptions = DEFAULT_TEXT_OPTIONS,
         *,
-        adapter: LoRARequest | None = None,
+        adapter: AdapterRequest | None = None,
     ) -> TokenizedPrompt:
         """Convert any form of prompt to token ids; safe to call from several threads.
 
@@ -175,7 +204,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
     ) -> list[EngineCoreRequest]:
         """Return one core request per completion, after all checks against the model; the first computes the shared
         prompt.
@@ -197,12 +226,11 @@ class InputProcessor:
             params = self._encoder_prompts.sampled(params)
         params = self._resolve_params(params, prompt, tokenizer_context)
         self._check_params(params, tokenizer_context)
-        if params.prompt_logprobs is not None and any(
-            item.kind in ("embeds", "text") for item in prompt.media
-        ):
+        is_predicted = not prompt.num_encoded and all(item.kind != "embeds" for item in prompt.media)
+        if params.prompt_logprobs is not None and not is_predicted:
             raise ValidationError(
                 "prompt_logprobs are of tokens that the model predicts, and the prompt has others: embeddings, or the "
-                "text that an encoder reads",
+                "text that an encoder reads or its image",
                 param="prompt_logprobs",
             )
         if params.structured_outputs is not None:
@@ -234,7 +262,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
     ) -> tuple[EngineCoreRequest, BeamSearchParams]:
         """Return the template request of a search's beams, and its parameters, after all checks against the model.
 
@@ -250,7 +278,9 @@ class InputProcessor:
             )
         if prompt.kv_transfer_params is not None:
             raise ValidationError("a beam search cannot be transferred", param=FIELD)
-        plain = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, detokenize=False)
+        plain = SamplingParams(
+            temperature=0.0, max_tokens=params.max_tokens, detokenize=False, extra_args=params.extra_args
+        )
         (first,) = self.process(
             request_id, prompt, plain, priority=priority, tenant=tenant, lora_request=lora_request
         )
@@ -279,7 +309,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
     ) -> EngineCoreRequest:
         """Return the core request for pooling a prompt, after all checks against the model.
 
@@ -322,8 +352,10 @@ class InputProcessor:
         if part_of is None or not part_of.decoder_length:
             return self.config.model.max_model_len - num_prompt_tokens
         if num_encoded is None:
-            num_encoded = encoder_positions(num_prompt_tokens)
-            num_prompt_tokens = num_encoded + 1
+            num_encoded = (
+                part_of.encoder_positions if part_of.reads_images else encoder_positions(num_prompt_tokens)
+            )
+            num_prompt_tokens = num_encoded + (num_prompt_tokens if part_of.reads_images else 1)
         most = min(self.config.model.max_model_len, num_encoded + part_of.decoder_length)
         return most - num_prompt_tokens
 
@@ -351,7 +383,7 @@ class InputProcessor:
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS):
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
 
-    def check_terms(self, priority: int, tenant: str, lora_request: LoRARequest | None) -> None:
+    def check_terms(self, priority: int, tenant: str, lora_request: AdapterRequest | None) -> None:
         """Raise ValidationError if this engine cannot honour one of them."""
         if lora_request is not None and not self.config.lora.enable_lora:
             raise ValidationError("adapters are not served here (--enable-lora)", param="lora_request")

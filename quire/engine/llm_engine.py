@@ -21,6 +21,7 @@ from quire.engine.client import HeldInterrupts, closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, decode_explanations
 from quire.engine.messages import CoreReady
 from quire.engine.replicas.configs import replica_configs
+from quire.engine.sleep_state import check_level, check_mode, check_tags
 from quire.engine.startup import prepare
 from quire.errors import ConflictError, EngineDeadError, QuireError, ValidationError
 from quire.features import WEIGHT_UPDATES
@@ -31,7 +32,6 @@ from quire.plugins import import_place
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.explain import Explanation
-from quire.sleep.modes import check_level, check_mode, check_tags
 from quire.vllm_names.members import missing_member
 
 T = TypeVar("T")
@@ -168,6 +168,16 @@ class LLMEngine:
         """Drop the embeddings of media that no request uses; False if some are in use and stay."""
         return all(self._call_each("reset_encoder_cache"))
 
+    def start_profile(self) -> None:
+        """Start a profile of every core; see `AsyncLLM.start_profile`."""
+        self.config.observability.require_profiler()
+        self._call_each("start_profile")
+
+    def stop_profile(self) -> list[str]:
+        """End the profiles, and return the paths of their files; see `AsyncLLM.stop_profile`."""
+        self.config.observability.require_profiler()
+        return self._call_each("stop_profile")
+
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter in advance; see `AsyncLLM.add_lora`.
 
@@ -175,7 +185,7 @@ class LLMEngine:
             ValidationError: it cannot be used; names the file, the tensor and the limit.
         """
         self.input_processor.tokenizers.of(lora_request)
-        fields = msgspec.to_builtins(lora_request)
+        fields = msgspec.to_builtins(self._front_end.completed_adapter(lora_request))
         return all(self._call_each("add_lora", fields))
 
     def remove_lora(self, lora_id: int) -> bool:

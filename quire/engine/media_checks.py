@@ -40,13 +40,18 @@ def _check_encoded(media: Sequence[MediaItem], part_of: Multimodal) -> None:
         _check_text(media, part_of)
         return
     bounds = [(item.start, item.end) for item in media]
-    if bounds != [(0, part_of.encoder_positions)]:
+    if bounds == [(0, part_of.encoder_positions)]:
+        return
+    if part_of.reads_images:
         raise ValidationError(
-            f"{part_of.architecture} writes what it hears: a prompt begins with one sound in its first "
-            f"{part_of.encoder_positions} positions, got {bounds or 'none'}; use /v1/audio/transcriptions or "
-            "LLM.transcribe",
-            param="prompt",
+            f"{part_of.architecture} reads one image per prompt, got {len(media)}", param="prompt"
         )
+    raise ValidationError(
+        f"{part_of.architecture} writes what it hears: a prompt begins with one sound in its first "
+        f"{part_of.encoder_positions} positions, got {bounds or 'none'}; use /v1/audio/transcriptions or "
+        "LLM.transcribe",
+        param="prompt",
+    )
 
 
 def _check_text(media: Sequence[MediaItem], part_of: Multimodal) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 
 import msgspec
 
+from quire.adapters import AdapterRequest
 from quire.kv_transfer_params import KVTransfer
-from quire.lora_request import LoRARequest
 from quire.media import MediaItem
 from quire.pooling_params import PoolingParams
-from quire.routing.counters import CacheDelta
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
@@ -52,7 +51,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     beam: int = 0
     second_text_start: int | None = None
     instruction_length: int | None = None
-    lora_request: LoRARequest | None = None
+    lora_request: AdapterRequest | None = None
     media: list[MediaItem] = []
     kv_transfer: KVTransfer | None = None
 
@@ -178,6 +177,14 @@ class CoreFailed(msgspec.Struct, tag="failed", frozen=True):
     """Notice that the core is about to end; `message` is for the operator."""
 
     message: str
+
+
+class CacheDelta(msgspec.Struct, array_like=True, frozen=True):
+    """Changes of a prefix cache: cleared first, if so, then stored and lost blocks, as concatenated keys."""
+
+    stored: bytes
+    lost: bytes
+    is_cleared: bool = False
 
 
 class EngineCoreOutputs(msgspec.Struct, tag="outputs", frozen=True):

@@ -35,7 +35,7 @@ from quire.outputs import (
     RequestStateStats,
     joined_stats,
 )
-from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import Pooled, RequestUpdate, TokenLogprobs
 

@@ -33,17 +33,13 @@ class TokenizedPrompt:
     kv_transfer_params: Any = None  # As the caller gave them, unchecked.
     # Last tokens of a decoder's prompt that count as generated, such as a forced first token.
     num_forced: int = 0
+    num_encoded: int = 0  # First positions that take the output of an encoder of a text or an image.
 
     @property
     def given_ids(self) -> list[int]:
-        """Token ids that outputs report: those of the text that an encoder reads, or else all."""
+        """Token ids that outputs report: those of the text that an encoder reads, or else all behind its output."""
         is_text = len(self.media) == 1 and self.media[0].kind == "text"
-        return self.media[0].token_ids if is_text else self.token_ids
-
-    @property
-    def num_encoded(self) -> int:
-        """First positions that take the output of an encoder of text."""
-        return self.media[0].end if self.given_ids is not self.token_ids else 0
+        return self.media[0].token_ids if is_text else self.token_ids[self.num_encoded :]
 
     def as_prompt(self) -> TokensPrompt:
         """Return the prompt in the callers' form."""

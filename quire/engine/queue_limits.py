@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 
 from quire.config import SchedulerConfig
+from quire.engine.shared_counters import CounterField, CounterSlot
 from quire.errors import MemoryShortError, QueueFullError
-from quire.routing.counters import CounterField, CounterSlot
 
 MIB = 2**20
 READ_EVERY_S = 0.25

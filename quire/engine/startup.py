@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 from quire.config import EngineConfig, ModelArch
 from quire.config.engine import engine_fields
@@ -23,29 +22,19 @@ from quire.engine.file_states import states_of, tokenizer_dir
 from quire.engine.packed_weights import default_packed_weights_cache
 from quire.engine.rank_checks import check_experts, check_hosts, check_ranks
 from quire.engine.replicas.configs import check_replicas
+from quire.engine.start_feature import Choice, Usage, start_features
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, StartupError
 from quire.kernels import cpu
 from quire.models.checkpoint import read_model_config, resolve_model_dir
 from quire.models.generation_config import read_generation_config
 from quire.models.gguf.model import is_gguf
+from quire.models.gguf.projector import with_projector
 from quire.models.registry import ModelRegistry
 from quire.platforms import Host, choose_device
 from quire.plugins import load_general_plugins
-from quire.pooling.models.resolve import ResolvedPooling, resolve_pooling
-from quire.spec_decode.draft_model import (
-    check_draft_model,
-    check_draft_source,
-    draft_model_config,
-    with_draft_heads,
-)
-from quire.spec_decode.drafter import MODEL_KEYS, check_speculation
-from quire.spec_decode.models.reader import HEADS
 
 logger = logging.getLogger(__name__)
-
-Usage = Literal["server", "offline", "headless"]
-"""Use of this process: a server, a program with an engine, or ranks for the engine of another host."""
 
 DEFAULT_MAX_NUM_SEQS = {"server": 128, "offline": 256, "headless": 128}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096, "headless": 2048}
@@ -62,15 +51,6 @@ PROCESSORS = {"WhisperForConditionalGeneration": "quire.speech.rules:SpeechRules
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One automatic choice."""
-
-    field: str
-    value: Any
-    reason: str
-
-
 def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     """Find the model, read its config and resolve every field that is 0 or "auto".
 
@@ -84,6 +64,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config = dataclasses.replace(config, model_dir=str(model_dir))
     config = dataclasses.replace(config, files=states_of(config))
     arch = read_model_config(model_dir, config.model.hf_overrides, config.model.model_impl)
+    arch = with_projector(arch, model_dir, config.multimodal)
     arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
     fit = config.model.max_model_len == FIT_MEMORY
     config = dataclasses.replace(
@@ -92,19 +73,21 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         model_class=ModelRegistry.place_of(arch.architecture, config.model.model_impl),
         fit_max_model_len=fit,
     )
-    pooling = resolve_pooling(config, lambda token: _id_of(config, token))
-    if pooling.spec is not None:
-        config = dataclasses.replace(config, pooling=pooling.spec, model_arch=pooling.arch)
-        logger.info("pooling = %s: %s", pooling.spec.pooling, pooling.pooling_reason)
+    features, chosen, max_seq_length = start_features(), list[Choice](), None
+    for feature in features:
+        found = feature.resolve(config, partial(_id_of, config))
+        config = dataclasses.replace(config, **found.changes)
+        chosen += found.choices
+        max_seq_length = found.max_seq_length or max_seq_length
     if config.device.device == "auto":
         config = _settled(config, Choice("device", *choose_device()))
     for choice in [*_choose_whole_texts(config), *choose_number_of_nodes(config)]:
         config = _settled(config, choice)
     choices = [
-        *_choose_runner(config, pooling),
+        *chosen,
         choose_quantization(config),
         _choose_dtype(config),
-        _choose_max_model_len(config, pooling.max_seq_length),
+        _choose_max_model_len(config, max_seq_length),
         *_choose_batch(config, usage),
         *_choose_loop(config),
         _choose_executor(config),
@@ -122,10 +105,9 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.cache.check()
     config.kv_store.check(config.cache, config.parallel)
     config.observability.check()
-    config.structured_outputs.check()
-    check_speculation(config)
+    for feature in features:
+        feature.check(config)
     config.quantization.check(config.device.device, encoded=config.arch.quantization is not None)
-    config.lora.check()
     check_hosts(config, headless=usage == "headless")
     check_ranks(config, serves=usage == "server")
     check_experts(config)
@@ -136,7 +118,9 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     _check_batch_invariant(config)
     for field, reason in without_effect(config):
         logger.warning("%s: changes nothing, %s", field, reason)
-    return _with_guessing_model(config, usage)
+    for feature in features:
+        config = feature.complete(config, usage)
+    return config
 
 
 def with_absolute_paths(config: EngineConfig) -> EngineConfig:
@@ -173,27 +157,6 @@ def working_directory() -> Path:
         ) from None
 
 
-def _with_guessing_model(config: EngineConfig, usage: Usage) -> EngineConfig:
-    """Return the config with its draft model, prepared as any other, or draft heads, if it has any."""
-    settings = config.speculative.settings
-    if settings.method not in MODEL_KEYS:
-        return config
-    check_draft_source(config)
-    try:
-        return with_draft_heads(config) if settings.method in HEADS else _with_draft_model(config, usage)
-    except StartupError as error:
-        model = settings.model or config.model.model
-        raise ConfigError(f"--speculative-config: model {model!r}: {error}") from error
-
-
-def _with_draft_model(config: EngineConfig, usage: Usage) -> EngineConfig:
-    if config.parallel.nnodes > 1:  # a model not sharded is the same on all hosts
-        usage = "server"
-    found = prepare(draft_model_config(config), usage)
-    check_draft_model(config, found, load_tokenizer(config), load_tokenizer(found))
-    return dataclasses.replace(config, draft=found)
-
-
 def _check_load_format(config: EngineConfig, model_dir: Path) -> None:
     found, asked = "gguf" if is_gguf(model_dir) else "safetensors", config.load.load_format
     if asked in ("gguf", "safetensors") and asked != found:
@@ -226,19 +189,6 @@ def _generation_defaults(config: EngineConfig, arch: ModelArch, model_dir: Path)
     else:
         defaults = dict(read_generation_config(Path(source)))
     return defaults | config.model.override_generation_config
-
-
-def _choose_runner(config: EngineConfig, found: ResolvedPooling) -> list[Choice]:
-    """Choose the runner; disable prefix caching where a pooling needs every token to be computed."""
-    choices = []
-    if config.model.runner == "auto":
-        choices.append(Choice("runner", found.runner, found.runner_reason))
-    if config.model.convert != found.convert and found.spec is not None:
-        choices.append(Choice("convert", found.convert, found.convert_reason))
-    if found.spec is not None and found.spec.always_reads_every_token and config.cache.enable_prefix_caching:
-        reason = f"pooling {found.spec.pooling!r} needs every token of a prompt to be computed"
-        choices.append(Choice("enable_prefix_caching", False, reason))
-    return choices
 
 
 def choose_quantization(config: EngineConfig) -> Choice | None:

@@ -34,7 +34,7 @@ from quire.engine.added_tokens import read_settings
 from quire.engine.tokenizer_files import (
     DEFAULT_TEMPLATE,
     TOKENIZER_NAME,
-    Template,
+    SpecialTokenTemplate,
     TextPlace,
     TokenBytes,
     converted_backend,
@@ -44,6 +44,7 @@ from quire.engine.tokenizer_files import (
     read_template,
 )
 from quire.errors import ValidationError
+from quire.features import PIECE_TOKENIZER
 from quire.models.checkpoint_files import has_file
 from quire.models.gguf.model import is_gguf
 from quire.models.gguf.tokenizer import read_tokenizer
@@ -147,7 +148,11 @@ class Tokenizer:
         if is_gguf(directory):
             found = read_tokenizer(directory)
             return Tokenizer(found.backend, found.named_tokens, found.chat_templates)
-        settings, file = read_settings(directory), directory / TOKENIZER_NAME
+        file = directory / TOKENIZER_NAME
+        pieces: Tokenizer | None = None if has_file(file) else import_place(PIECE_TOKENIZER)(directory)
+        if pieces is not None:
+            return pieces
+        settings = read_settings(directory)
         templates = read_chat_templates(directory, settings.file)
         if has_file(file):
             backend, named = read_backend(directory, settings), settings.literals
@@ -251,12 +256,7 @@ class Tokenizer:
         Raises:
             ValidationError: the text holds a lone surrogate, which no encoding has.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValidationError(
-                f"the text is not valid Unicode: lone surrogate at position {error.start}", param="prompt"
-            ) from None
+        self.check_unicode(text)
         splits = self._splits_special or not allow_special
         backend = self._plain_backend if splits else self._backend
         # As a batch, because only then does the library let other threads run: `encode` stops them all until it is
@@ -265,13 +265,27 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    @staticmethod
+    def check_unicode(text: str) -> None:
+        """Raise ValidationError if the text holds a lone surrogate."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValidationError(
+                f"the text is not valid Unicode: lone surrogate at position {error.start}", param="prompt"
+            ) from None
+
+    def encode_target(self, text: str) -> list[int]:
+        """Return the ids of a text with which a decoder behind an encoder begins, without special tokens around it."""
+        return self.encode(text, add_special_tokens=False)
+
     @functools.cached_property
-    def text_template(self) -> Template:
+    def text_template(self) -> SpecialTokenTemplate:
         """Special tokens that `encode` puts around a text."""
         return read_template(self._backend, 1)
 
     @functools.cached_property
-    def pair_template(self) -> Template:
+    def pair_template(self) -> SpecialTokenTemplate:
         """Special tokens around and between two texts that the model reads as one."""
         return read_template(self._backend, 2)
 

@@ -18,21 +18,21 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.engine.file_states import check_files
 from quire.engine.startup import load_tokenizer
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import ConfigError, ModelLoadError, StartupError, ValidationError
-from quire.lora.peft_config import directory_of
-from quire.lora.tokenizer import own_tokenizer
-from quire.lora_request import LoRARequest
+from quire.errors import ConfigError, ValidationError
+from quire.features import ADAPTER_TOKENIZER
+from quire.plugins import import_place
 from quire.sampling_extras import (
     DRY_SEQUENCE_BREAKERS,
     DryBreaker,
     checked_bad_words_token_ids,
 )
 from quire.sampling_params import SamplingParams, ThinkingMarkers
-from quire.structured_output.vocabulary import Vocabulary
+from quire.vocabulary import Vocabulary
 
 THINK = ("<think>", "</think>")
 
@@ -154,9 +154,9 @@ class TokenizerCache:
         self._lock = threading.Lock()
         self._of_adapters: OrderedDict[str, TokenizerContext] = OrderedDict()  # least recently used first
 
-    def known(self, adapter: LoRARequest | None) -> TokenizerContext | None:
+    def known(self, adapter: AdapterRequest | None) -> TokenizerContext | None:
         """Return the cached context of an adapter, or of the model; None: its files have to be read."""
-        if adapter is None or self.model.tokenizer is None or not self._config.lora.enable_lora:
+        if adapter is None or self.model.tokenizer is None or not self._config.serves_adapters:
             return self.model
         with self._lock:
             found = self._of_adapters.get(adapter.key)
@@ -164,7 +164,7 @@ class TokenizerCache:
                 self._of_adapters.move_to_end(adapter.key)
             return found
 
-    def of(self, adapter: LoRARequest | None) -> TokenizerContext:
+    def of(self, adapter: AdapterRequest | None) -> TokenizerContext:
         """Return the context of an adapter, or of the model; may read files.
 
         Raises:
@@ -173,39 +173,16 @@ class TokenizerCache:
         found = self.known(adapter)
         if found is None:
             assert adapter is not None
-            found = self._read(adapter)
+            found = import_place(ADAPTER_TOKENIZER)(self._config, self.model, adapter)
+            assert isinstance(found, TokenizerContext)
             self._keep(adapter.key, found)
         return found
 
     def _keep(self, key: str, tokenizer_context: TokenizerContext) -> None:
         with self._lock:
             self._of_adapters[key] = tokenizer_context
-            while len(self._of_adapters) > self._config.lora.num_kept:
+            while len(self._of_adapters) > self._config.num_kept_adapters:
                 self._of_adapters.popitem(last=False)
-
-    def _read(self, adapter: LoRARequest) -> TokenizerContext:
-        model, directory = self.model.tokenizer, directory_of(adapter.lora_path)
-        assert model is not None, "adapters need the model's tokenizer"
-        try:
-            vocab_size = self._config.arch.vocab_size
-            own = own_tokenizer(model, directory, vocab_size + self._config.max_added_tokens)
-            if self._config.pooling is not None:
-                return self._of_pooling(own, model)
-            if own is model:
-                return self.model
-            return TokenizerContext.create(self._config, own, max(vocab_size, own.num_ids))
-        except StartupError as error:
-            problem = str(error).replace(f"{directory}/", "")  # clients must not see its path
-            raise ValidationError(f"adapter {adapter.lora_name!r}: {problem}", param="lora_request") from None
-        except OSError as error:  # invalid path
-            problem = error.strerror or "its files cannot be read"
-            raise ValidationError(f"adapter {adapter.lora_name!r}: {problem}", param="lora_request") from None
-
-    def _of_pooling(self, own: Tokenizer, model: Tokenizer) -> TokenizerContext:
-        """Return the model's context, which also tokenizes the adapters' texts for pooling."""
-        if own.vocab_size > model.vocab_size:
-            raise ModelLoadError(f"{own.file}: adds tokens, which adapters of a pooling model cannot")
-        return self.model
 
 
 MAX_TAIL_TOKENS = 20

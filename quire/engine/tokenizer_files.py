@@ -9,7 +9,7 @@ the bytes of an earlier one; so invalid bytes are treated as by any UTF-8 decode
 Two assumptions hold for all families: a ByteLevel step is a decoder's first, and the steps after ByteFallback keep
 the characters that byte tokens spell, except for spaces at the start of the text.
 
-`Template`: a text's tokens without special ones, put into the template, equal those with special tokens.
+`SpecialTokenTemplate`: a text's tokens without special ones, put into the template, equal those with special tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tokenizers
 
 from quire.engine.added_tokens import TokenizerSettings, add_tokens
 from quire.errors import ModelLoadError
-from quire.models.checkpoint_files import has_file, read_text
+from quire.models.checkpoint_files import TEMPLATE_FOLDER, has_file, read_text
 from quire.models.json_object import JsonObject, optional_json_object
 from quire.version import install_command
 
@@ -36,7 +36,7 @@ PROBE = "a"
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedText:
     """Tokens of one text or two; from `second_text_start` on they belong to the second (token type 1)."""
 
     token_ids: list[int]
@@ -44,7 +44,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Template:
+class SpecialTokenTemplate:
     """Special tokens before, between and behind texts.
 
     Token type 1 begins `second_offset` tokens behind the first text, if the tokenizer has that type at all.
@@ -59,30 +59,30 @@ class Template:
     def size(self) -> int:
         return len(self.prefix) + len(self.middle) + len(self.suffix)
 
-    def bare(self) -> Template:
+    def bare(self) -> SpecialTokenTemplate:
         """Return the template for texts that bring their own special tokens."""
-        return Template(second_offset=None if self.second_offset is None else 0)
+        return SpecialTokenTemplate(second_offset=None if self.second_offset is None else 0)
 
-    def around(self, first: Sequence[int], second: Sequence[int] = ()) -> Encoded:
+    def around(self, first: Sequence[int], second: Sequence[int] = ()) -> EncodedText:
         """Return the texts within the template."""
         ids = [*self.prefix, *first, *self.middle, *second, *self.suffix]
         offset = self.second_offset
-        return Encoded(ids, None if offset is None else len(self.prefix) + len(first) + offset)
+        return EncodedText(ids, None if offset is None else len(self.prefix) + len(first) + offset)
 
 
-def read_template(backend: tokenizers.Tokenizer, num_texts: int) -> Template:
+def read_template(backend: tokenizers.Tokenizer, num_texts: int) -> SpecialTokenTemplate:
     """Derive the template of this tokenizer for one text, or for two."""
     # Tokenizers say it nowhere but in what they make.
     encoding = backend.encode(PROBE, PROBE if num_texts == 2 else None)
     ids, owners, types = tuple(encoding.ids), encoding.sequence_ids, encoding.type_ids
     if not {*range(num_texts)} <= {*owners}:  # it has no token for the probe
-        return Template()
+        return SpecialTokenTemplate()
     first_end, last_start = _last(owners, 0) + 1, owners.index(num_texts - 1)
-    around = Template(ids[: owners.index(0)], (), ids[_last(owners, num_texts - 1) + 1 :])
+    around = SpecialTokenTemplate(ids[: owners.index(0)], (), ids[_last(owners, num_texts - 1) + 1 :])
     if num_texts == 1:
         return around
     offset = types.index(1) - first_end if 1 in types else None
-    return Template(around.prefix, ids[first_end:last_start], around.suffix, offset)
+    return SpecialTokenTemplate(around.prefix, ids[first_end:last_start], around.suffix, offset)
 
 
 def _last(owners: list[int | None], owner: int) -> int:
@@ -244,7 +244,6 @@ BYTE_OF_CHAR = _byte_of_char()
 
 TOKENIZER_NAME = "tokenizer.json"
 DEFAULT_TEMPLATE = "default"
-TEMPLATE_FOLDER = "additional_chat_templates"
 MAX_TOKENIZER_BYTES = 512 * 1024 * 1024
 _NORMALIZER_KEYS = {
     "do_lower_case": "lowercase",

@@ -205,7 +205,7 @@ Frame = (
 )
 
 
-class _Version(msgspec.Struct):
+class _TraceVersion(msgspec.Struct):
     version: int = 0
 
 
@@ -292,7 +292,7 @@ def read_trace(path: Path) -> Trace:
     if not messages:
         raise ConfigError(f"{path} is no recorded run")
     try:
-        version = msgspec.msgpack.decode(messages[0], type=_Version).version
+        version = msgspec.msgpack.decode(messages[0], type=_TraceVersion).version
         if version != TRACE_VERSION:
             raise ConfigError(f"{path} is a recorded run of version {version}, not {TRACE_VERSION}")
         header = msgspec.msgpack.decode(messages[0], type=Header)

@@ -14,7 +14,7 @@ from quire.errors import ValidationError
 PREFIX, SUFFIX = object(), object()
 
 
-class Layout(NamedTuple):
+class FillInLayout(NamedTuple):
     """Order of the single-token markers and of the two texts in a prompt."""
 
     parts: tuple[object, ...]
@@ -24,11 +24,11 @@ class Layout(NamedTuple):
 
 LAYOUTS = (
     # Qwen-Coder, CodeGemma; StarCoder, Granite; DeepSeek-Coder; CodeLlama; Codestral
-    Layout(("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>")),
-    Layout(("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>")),
-    Layout(("<｜fim▁begin｜>", PREFIX, "<｜fim▁hole｜>", SUFFIX, "<｜fim▁end｜>")),
-    Layout(("▁<PRE>", PREFIX, "▁<SUF>", SUFFIX, "▁<MID>"), "▁<EOT>"),
-    Layout(("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX)),
+    FillInLayout(("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>")),
+    FillInLayout(("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>")),
+    FillInLayout(("<｜fim▁begin｜>", PREFIX, "<｜fim▁hole｜>", SUFFIX, "<｜fim▁end｜>")),
+    FillInLayout(("▁<PRE>", PREFIX, "▁<SUF>", SUFFIX, "▁<MID>"), "▁<EOT>"),
+    FillInLayout(("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX)),
 )
 
 
@@ -75,5 +75,5 @@ class FillIn:
                 ids += self._tokenizer.encode(texts[part], add_special_tokens=False, allow_special=False)
         return ids
 
-    def _has(self, layout: Layout) -> bool:
+    def _has(self, layout: FillInLayout) -> bool:
         return all(self._tokenizer.id_of(part) is not None for part in layout.parts if isinstance(part, str))

@@ -17,11 +17,11 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.formats.scanning import Tools
 from quire.entrypoints.chat.formats.selection import choose
-from quire.entrypoints.chat.media import PROMPT_FIELDS, OfflineMedia, has_data
+from quire.entrypoints.chat.media import ENCODER_PROMPT, PROMPT_FIELDS, OfflineMedia, has_data
 from quire.entrypoints.chat.template import RenderedChat
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.entrypoints.offline import OfflineRequest, as_prompts, each_with, per_prompt
-from quire.entrypoints.offline_chat import Chat, ChatOptions, compose_chat
+from quire.entrypoints.offline_chat import ChatOptions, OfflineChat, compose_chat
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import EngineError, ValidationError
 from quire.inputs import ChatMessage, PromptType
@@ -223,8 +223,8 @@ class LLM(OfflinePooling):
             for (messages, params), adapter in each_with("lora_request", lora_request, rows)
         )
 
-    def _answer_each(self, chats: Iterable[Chat]) -> Iterator[tuple[int, RequestOutput]]:
-        in_flight: dict[int, Chat] = {}
+    def _answer_each(self, chats: Iterable[OfflineChat]) -> Iterator[tuple[int, RequestOutput]]:
+        in_flight: dict[int, OfflineChat] = {}
 
         def requests() -> Iterator[OfflineRequest]:
             for index, chat in enumerate(chats):
@@ -237,7 +237,7 @@ class LLM(OfflinePooling):
 
     def _chat_composer(
         self, options: ChatOptions
-    ) -> Callable[[Sequence[ChatMessage], SamplingParams, LoRARequest | None], Chat]:
+    ) -> Callable[[Sequence[ChatMessage], SamplingParams, LoRARequest | None], OfflineChat]:
         """Return a function that renders a conversation.
 
         Raises:
@@ -247,7 +247,7 @@ class LLM(OfflinePooling):
 
         def compose(
             messages: Sequence[ChatMessage], params: SamplingParams, adapter: LoRARequest | None
-        ) -> Chat:
+        ) -> OfflineChat:
             form = self._form(adapter, options.template, schemas)
             taken = self._media.admit(messages, options.mm_processor_kwargs)
 
@@ -272,6 +272,7 @@ class LLM(OfflinePooling):
         vad_filter: bool = False,
         seed: int | None = None,
         use_tqdm: bool = True,
+        beam_size: int = 1,
     ) -> list[Transcription]:
         """Transcribe sounds with a Whisper model; return one transcription per sound, in order.
 
@@ -285,11 +286,12 @@ class LLM(OfflinePooling):
             words: give segments their words with times.
             hotwords: words that are likely in the sounds.
             vad_filter: transcribe only windows with a voice, by silero-vad's weights.
+            beam_size: beams of a search at temperature 0; 1: the likeliest token each time.
 
         Raises:
             ValidationError: the model does not transcribe, or a sound or an argument is invalid.
         """
-        wants = {"timestamps": timestamps, "words": words, "vad_filter": vad_filter}
+        wants = {"timestamps": timestamps, "words": words, "vad_filter": vad_filter, "beam_size": beam_size}
         from quire.speech.offline import OfflineSpeech, options_of
 
         options = options_of(language, task, prompt, temperature, hotwords=hotwords, seed=seed, **wants)
@@ -299,10 +301,19 @@ class LLM(OfflinePooling):
         return self._speech.transcribe(sounds, options, use_tqdm)
 
     def _answer_asks(self, asks: Sequence[Ask]) -> list[RequestOutput]:
-        return self.generate([ask.prompt for ask in asks], [ask.params for ask in asks], use_tqdm=False)
+        with self._one_thread, self._abort_on_error() as requests:
+            for ask in asks:
+                request_id = self._request_id()
+                self.llm_engine.add_request(request_id, ask.prompt, ask.params)
+                requests.append(request_id)
+            return self._run(requests, False)
 
     def _with_media(self, prompt: PromptType) -> PromptType:
         """Return a prompt, tokenized if it has `multi_modal_data`."""
+        if isinstance(prompt, dict) and has_data(prompt.get(ENCODER_PROMPT)):
+            outer: dict[str, Any] = dict(prompt)  # vLLM's form of an image that an encoder reads
+            nested = outer.pop(ENCODER_PROMPT)
+            prompt = cast(PromptType, {**outer, **nested})
         if not (isinstance(prompt, dict) and has_data(prompt)):
             return prompt
         rest: Any = {name: value for name, value in prompt.items() if name not in PROMPT_FIELDS}
@@ -349,9 +360,9 @@ class LLM(OfflinePooling):
         parts = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         outputs = [one for part in parts for one in self._search(part, params, use_tqdm)]
         tokenizers, part_of = self.llm_engine.input_processor.tokenizers, self.llm_engine.config.arch.part_of
-        reads_text = part_of is not None and part_of.reads_text
+        has_encoder = part_of is not None and part_of.is_prompted
         return [
-            beam_search_output(output, tokenizers.of(adapter).tokenizer, params, reads_text=reads_text)
+            beam_search_output(output, tokenizers.of(adapter).tokenizer, params, has_encoder=has_encoder)
             for output, (_, adapter) in zip(outputs, pairs, strict=True)
         ]
 
@@ -391,9 +402,9 @@ def beam_search_output(
     tokenizer: Tokenizer | None,
     params: BeamSearchParams,
     *,
-    reads_text: bool = False,
+    has_encoder: bool = False,
 ) -> BeamSearchOutput:
-    """Convert a beam search's output to vLLM's form; if an encoder `reads_text`, without the prompt.
+    """Convert a beam search's output to vLLM's form; if the model `has_encoder`, without the prompt.
 
     Raises:
         EngineError: the search failed.
@@ -404,7 +415,7 @@ def beam_search_output(
             raise EngineError(
                 f"the beam search of request {output.request_id} ended early: {one.stop_reason}"
             )
-        tokens = [*([] if reads_text else output.prompt_token_ids), *one.token_ids]
+        tokens = [*([] if has_encoder else output.prompt_token_ids), *one.token_ids]
         is_silent = one.finish_reason == "stop" and not params.include_stop_str_in_output
         shown, skip = tokens[: len(tokens) - is_silent], params.skip_special_tokens
         text = None if tokenizer is None else tokenizer.decode(shown, skip_special_tokens=skip)

@@ -20,7 +20,7 @@ from quire.errors import ValidationError
 from quire.inputs import PromptType
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
-from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.sampling_params import SamplingParams
 from quire.vllm_names.members import missing_member
 
@@ -140,6 +140,18 @@ class OfflineEngine:
     def reset_encoder_cache(self) -> bool:
         """Drop the embeddings of media that no request uses; return False if some are in use and stay."""
         return self.llm_engine.reset_encoder_cache()
+
+    def start_profile(self) -> None:
+        """Start a profile of the steps, with the settings of `profiler_config`.
+
+        Raises:
+            ValidationError: the engine has no `profiler_config`, or several ranks, or a profile is running.
+        """
+        self.llm_engine.start_profile()
+
+    def stop_profile(self) -> list[str]:
+        """End the profile, and return the paths of its files, one for each replica. Raises as `start_profile`."""
+        return self.llm_engine.stop_profile()
 
     def sleep(self, level: int = 1) -> None:
         """Release memory until `wake_up`: the KV cache (level 1), also the weights (2), or none (0).

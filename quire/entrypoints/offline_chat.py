@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from quire.adapters import AdapterRequest
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.formats.scanning import Tools
 from quire.entrypoints.chat.template import RenderedChat
 from quire.entrypoints.text_form import TextForm
 from quire.inputs import ChatMessage, PromptType
-from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -29,12 +29,12 @@ class ChatOptions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chat:
+class OfflineChat:
     """Rendered conversation: the request for it, and the form of its answer."""
 
     prompt: PromptType
     params: SamplingParams
-    adapter: LoRARequest | None
+    adapter: AdapterRequest | None
     answer_format: ModelFormat
     end: PromptEnd
     tools: Tools | None
@@ -52,11 +52,11 @@ def compose_chat(
     form: TextForm,
     messages: Sequence[ChatMessage],
     params: SamplingParams,
-    adapter: LoRARequest | None,
+    adapter: AdapterRequest | None,
     options: ChatOptions,
     tools: Tools | None,
     encode: Callable[[RenderedChat], PromptType],
-) -> Chat:
+) -> OfflineChat:
     """Render a conversation, whose text `encode` turns into a prompt.
 
     Raises:
@@ -76,4 +76,4 @@ def compose_chat(
         may_think=not form.thinking.is_off(options.template_kwargs),
     )
     resolved = form.answer_format.with_format_options(params, end)
-    return Chat(encode(chat), resolved, adapter, form.answer_format, end, tools)
+    return OfflineChat(encode(chat), resolved, adapter, form.answer_format, end, tools)

@@ -72,8 +72,9 @@ class TextForm:
     @property
     def has_chat(self) -> bool:
         """True if there is a chat template."""
-        tokenizer = self._tokenizer
-        return tokenizer is not None and bool(self._options.chat_template or tokenizer.chat_template)
+        tokenizer, media = self._tokenizer, self._options.media
+        own = media is not None and media.template
+        return tokenizer is not None and bool(self._options.chat_template or tokenizer.chat_template or own)
 
     @functools.cached_property
     def chat_template(self) -> ChatTemplate:
@@ -83,10 +84,10 @@ class TextForm:
             ValidationError: the model has none.
             ConfigError: it is invalid.
         """
-        options = self._options
-        return ChatTemplate.from_tokenizer(
-            self.tokenizer, options.chat_template, options.content_format, options.media
-        )
+        options, chosen = self._options, self._options.chat_template
+        if chosen is None and options.media is not None and not self.tokenizer.chat_template:
+            chosen = options.media.template or None
+        return ChatTemplate.from_tokenizer(self.tokenizer, chosen, options.content_format, options.media)
 
     @functools.cached_property
     def answer_format(self) -> ModelFormat:

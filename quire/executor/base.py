@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ValidationError
 from quire.kv_cache.rows import STORE, RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
-from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem
 from quire.plugins import PluginTable, import_subclass, subclass_of
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 
 
 def _forget(request_ids: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ class Executor(ABC):
         done.set_result(None)
         return done
 
-    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+    def prepare_adapter(self, request: AdapterRequest) -> Future[None]:
         """Load an adapter in the background; done when a step with it would not block, possibly at once.
 
         An unusable adapter completes with a ValidationError.

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.kv_cache.spec import (
@@ -31,7 +32,6 @@ from quire.kv_cache.spec import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
-from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem, chunk_end
 from quire.scheduler.output import (
     STEP_PROTOCOL_VERSION,
@@ -146,7 +146,7 @@ def slots_written(
     return ((min((i + 1) * spec.block_size, end) - 1, (i, 0)) for i in wanted)
 
 
-class _Row:
+class _NullRow:
     """Worker row of one request; `fingerprints[i]` covers its adapter, tokens 0 to i and the media in their place."""
 
     def __init__(self, data: NewRequestData) -> None:
@@ -203,7 +203,7 @@ class NullExecutor(Executor):
         self._specs = dict(specs or _default_specs(config))
         self._kv_config: KVCacheConfig | None = None
         self._cache = FingerprintCache(0, 0)
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, _NullRow] = {}
         self._adapters: set[str] = set()
         self.failing_media: set[bytes] = set()
         self.embeddings: dict[bytes, int] = {}  # bytes by digest
@@ -265,7 +265,7 @@ class NullExecutor(Executor):
     def call_workers(self, name: str, args: Sequence[Any]) -> list[Any]:
         return [None]
 
-    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+    def prepare_adapter(self, request: AdapterRequest) -> Future[None]:
         """Register the adapter for the checks of plans."""
         self._adapters.add(request.key)
         return super().prepare_adapter(request)
@@ -337,7 +337,7 @@ class NullExecutor(Executor):
             self._grow_row(scheduled)
         check(len(self._rows) <= self.config.scheduler.max_num_seqs, f"{len(self._rows)} rows are too many")
         adapters = {row.adapter for row in self._rows.values() if row.adapter}
-        check(len(adapters) <= self.config.lora.max_loras, f"the rows have too many adapters: {adapters}")
+        check(len(adapters) <= self.config.max_adapters, f"the rows have too many adapters: {adapters}")
         output = ModelRunnerOutput(step_id=plan.step_id, sampled_token_ids={})
         for scheduled in plan.scheduled:
             self._run_row(self._rows[scheduled.request_id], scheduled, output)
@@ -358,7 +358,7 @@ class NullExecutor(Executor):
         drawn = self._rows[plan.scheduled[0].request_id].fingerprints[-1]
         return 1 + (drawn >> 11) % plan.max_decode_steps
 
-    def _decode_again(self, row: _Row, output: ModelRunnerOutput) -> None:
+    def _decode_again(self, row: _NullRow, output: ModelRunnerOutput) -> None:
         """Compute the token that was sampled last, and sample the next."""
         start = row.num_computed_tokens
         more = ModelRunnerOutput(step_id=output.step_id, sampled_token_ids={})
@@ -367,7 +367,7 @@ class NullExecutor(Executor):
         if row.request_id in more.logprobs:
             output.logprobs[row.request_id] += more.logprobs[row.request_id]
 
-    def _run_row(self, row: _Row, scheduled: ScheduledRequest, output: ModelRunnerOutput) -> None:
+    def _run_row(self, row: _NullRow, scheduled: ScheduledRequest, output: ModelRunnerOutput) -> None:
         """Compute, sample and report one planned chunk."""
         params, start = row.params, scheduled.start
         count = scheduled.num_tokens - len(scheduled.draft_token_ids)
@@ -387,7 +387,7 @@ class NullExecutor(Executor):
             if self.max_drafts:
                 output.draft_token_ids[row.request_id] = self._propose(row)
 
-    def _sample(self, row: _Row, drafts: list[int]) -> list[int]:
+    def _sample(self, row: _NullRow, drafts: list[int]) -> list[int]:
         """Sample and append tokens, up to the first that differs from its draft."""
         sampled: list[int] = []
         for draft in [*drafts, None]:
@@ -400,12 +400,12 @@ class NullExecutor(Executor):
             row.num_computed_tokens += len(sampled) - 1
         return sampled
 
-    def _pool(self, row: _Row) -> Pooled:
+    def _pool(self, row: _NullRow) -> Pooled:
         spec = self.config.pooling
         size = NUM_POOLED if spec is None else spec.size
         return Pooled.from_array([(fingerprint(row.fingerprints[-1], i) >> 33) / 2**31 for i in range(size)])
 
-    def _propose(self, row: _Row) -> list[int]:
+    def _propose(self, row: _NullRow) -> list[int]:
         """Propose drafts; their number, and how many are right, is a function of the row's tokens."""
         num_known, drawn = len(row.token_ids), row.fingerprints[-1] >> 7
         for _ in range(drawn % (self.max_drafts + 1)):
@@ -445,14 +445,14 @@ class NullExecutor(Executor):
         check(
             len(data.block_ids) == len(self._kv_config.groups), f"{data.request_id}: not one list per group"
         )
-        row = self._rows[data.request_id] = _Row(data)
+        row = self._rows[data.request_id] = _NullRow(data)
         check(row.adapter is None or row.adapter in self._adapters, f"{data.request_id}: no {row.adapter!r}")
         self._check_media(row)
         for spec, ids in self._tables(row):
             self._hold(row, spec, ids, ids)
         self._check_reads(row, 0)
 
-    def _check_media(self, row: _Row) -> None:
+    def _check_media(self, row: _NullRow) -> None:
         missing = [item.digest.hex() for item in row.media if not self.has_embeddings(item)]
         check(not missing, f"{row.request_id} is planned without the embeddings of {missing}")
 
@@ -474,12 +474,12 @@ class NullExecutor(Executor):
             ids.extend(new_ids)
             self._hold(row, spec, ids, new_ids)
 
-    def _tables(self, row: _Row) -> Iterator[tuple[KVCacheSpec, list[int]]]:
+    def _tables(self, row: _NullRow) -> Iterator[tuple[KVCacheSpec, list[int]]]:
         assert self._kv_config is not None
         specs = [group.spec for group in self._kv_config.groups]
         return zip(specs, row.block_ids, strict=True)
 
-    def _hold(self, row: _Row, spec: KVCacheSpec, table: list[int], new_ids: list[int]) -> None:
+    def _hold(self, row: _NullRow, spec: KVCacheSpec, table: list[int], new_ids: list[int]) -> None:
         """Take new blocks; null entries are allowed where nothing is read and where the spec permits them."""
         if not new_ids:
             return
@@ -494,14 +494,14 @@ class NullExecutor(Executor):
         check(good and not any(new_ids[:num_unread]), f"{row.request_id}: no such blocks {new_ids}")
         self._holders.update(block_id for block_id in new_ids if block_id != NULL_BLOCK_ID)
 
-    def _check_reads(self, row: _Row, start: int) -> None:
+    def _check_reads(self, row: _NullRow, start: int) -> None:
         for spec, table in self._tables(row):
             for position, place in slots_read(spec, start, row.num_computed_tokens):
                 slot = self._slot(row, table, position, place)
                 found = self._cache.device.read(*slot) in (row.fingerprints[position], UNCHECKED)
                 check(found, f"{row.request_id}: {slot} does not hold the prefix to token {position}")
 
-    def _check_scheduled(self, row: _Row, end: int, scheduled: ScheduledRequest) -> None:
+    def _check_scheduled(self, row: _NullRow, end: int, scheduled: ScheduledRequest) -> None:
         """Check a chunk; `end` is exclusive and without drafts."""
         who, num_known, num_drafts = row.request_id, len(row.token_ids), len(scheduled.draft_token_ids)
         expected = row.num_computed_tokens
@@ -520,7 +520,7 @@ class NullExecutor(Executor):
             good = chunk_end(row.media, scheduled.start, end) == end
             check(good, f"{scheduled} ends inside an item that attends both ways")
 
-    def _compute(self, row: _Row, count: int, scheduled: ScheduledRequest) -> None:
+    def _compute(self, row: _NullRow, count: int, scheduled: ScheduledRequest) -> None:
         """Write the fingerprints of the next `count` tokens, and of drafts behind them, to their slots."""
         start, end, drafts = row.num_computed_tokens, scheduled.start + count, scheduled.draft_token_ids
         self._check_scheduled(row, end, scheduled)
@@ -538,14 +538,16 @@ class NullExecutor(Executor):
         row.truncate(num_known)
         row.num_computed_tokens = end
 
-    def _slot(self, row: _Row, table: list[int], position: int, place: tuple[int, int]) -> tuple[int, int]:
+    def _slot(
+        self, row: _NullRow, table: list[int], position: int, place: tuple[int, int]
+    ) -> tuple[int, int]:
         """Return (block id, offset) of a slot."""
         index, offset = place
         covered = index < len(table) and table[index] != NULL_BLOCK_ID
         check(covered, f"{row.request_id}: no block covers token {position}")
         return table[index], offset
 
-    def _next_token(self, row: _Row) -> int:
+    def _next_token(self, row: _NullRow) -> int:
         """Return an allowed token, a function of tokens and seed alone; no stop token before `min_tokens`."""
         drawn = (
             row.fingerprints[-1]

@@ -18,18 +18,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
 from quire.executor.base import Executor
 from quire.kv_cache.rows import STORE, RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.layers.shard import WHOLE, Shard
-from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem
 from quire.platforms import GPUS
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 
@@ -187,16 +187,18 @@ class UniprocExecutor(Executor):
         return [self._lane.start(partial(_outcome, partial(self._worker.call, name, args)))().result()]
 
     def use_vocabulary(self, source: Callable[[], Vocabulary]) -> None:
-        self._worker.grammars.use_vocabulary(source)
+        self._worker.calls["use_vocabulary"](source)
 
     def prepare_grammar(self, params: StructuredOutputsParams) -> Future[None]:
-        return self._worker.grammars.prepare(params)
+        prepared: Future[None] = self._worker.calls["prepare_grammar"](params)
+        return prepared
 
-    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
-        return self._worker.adapters.prepare(request)
+    def prepare_adapter(self, request: AdapterRequest) -> Future[None]:
+        prepared: Future[None] = self._worker.calls["prepare_adapter"](request)
+        return prepared
 
     def drop_adapter(self, key: str) -> None:
-        self._lane.start(partial(self._worker.adapters.drop, key))()
+        self._lane.start(partial(self._worker.calls["drop_adapter"], key))()
 
     def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:
         return self._lane.start(partial(self._worker.encode_media, items, budget_s))()

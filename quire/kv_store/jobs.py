@@ -19,7 +19,7 @@ from quire.scheduler.scheduler import Scheduler
 
 
 @dataclass(eq=False)
-class Job:
+class RowsJob:
     """Rows on their way; `due` is the step that must have returned before they move.
 
     `lease`, if any, is the first row of the action, and no block.
@@ -42,7 +42,7 @@ class Job:
 class EndedJob:
     """Job whose blocks were given back; `moved` has an entry for each of its transfers."""
 
-    job: Job
+    job: RowsJob
     result: RowResult
     moved: list[bool] = field(default_factory=list)
 
@@ -52,16 +52,16 @@ class RowJobs:
 
     def __init__(self, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
         self._executor, self._scheduler, self._clock = executor, scheduler, clock
-        self._jobs: list[Job] = []
+        self._jobs: list[RowsJob] = []
         self._wrong: set[BlockHash] = set()
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[RowsJob]:
         return iter(self._jobs)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RowsJob) -> None:
         self._jobs.append(job)
 
     @property
@@ -108,10 +108,10 @@ class RowJobs:
         else:
             rest()
 
-    def _is_due(self, job: Job) -> bool:
+    def _is_due(self, job: RowsJob) -> bool:
         return self._scheduler.num_steps_done >= job.due
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: RowsJob) -> None:
         wrong = [transfer for transfer in job.transfers if transfer.key in self._wrong]
         self._scheduler.end_transfers([(transfer.block_id, False) for transfer in wrong])
         job.transfers = [transfer for transfer in job.transfers if transfer.key not in self._wrong]
@@ -121,6 +121,6 @@ class RowJobs:
         job.future = self._executor.move_rows(job.action, rows, job.place)
 
 
-def can_go_on(lookup: Future[RowResult] | None, jobs: Collection[Job]) -> bool:
+def can_go_on(lookup: Future[RowResult] | None, jobs: Collection[RowsJob]) -> bool:
     """Return whether a held request's lookup has ended, or else its jobs: also after `advance`, behind the step."""
     return not jobs if lookup is None else lookup.done()

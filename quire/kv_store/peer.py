@@ -16,7 +16,16 @@ from typing import TypeVar
 
 from quire.errors import ConfigError
 from quire.kv_store import protocol
-from quire.kv_store.protocol import CHECKSUM, HEADER, MAX_NAMES, Address, Link, ProtocolError, Reply, Request
+from quire.kv_store.protocol import (
+    CHECKSUM,
+    HEADER,
+    MAX_NAMES,
+    Address,
+    Link,
+    ProtocolError,
+    ReplyKind,
+    RequestKind,
+)
 from quire.kv_store.row_store import Namespace, Row, RowStoreError, RowStoreStats
 
 _REQUESTS_IN_FLIGHT = 3  # The server reads the next rows while the client verifies these.
@@ -72,12 +81,12 @@ class PeerStore:
         with self._connected(num_rows=0) as link:
 
             def receive(request_id: int, batch: slice) -> list[bool]:
-                self._receive_header(link, Reply.FLAGS, request_id, len(names[batch]))
+                self._receive_header(link, ReplyKind.FLAGS, request_id, len(names[batch]))
                 return protocol.receive_flags(link, len(names[batch]))
 
             batches = _batches(len(names), MAX_NAMES)
             found = self._pipelined(
-                batches, lambda batch: self._request(link, Request.FIND, names[batch]), receive
+                batches, lambda batch: self._request(link, RequestKind.FIND, names[batch]), receive
             )
             return [flag for flags in found for flag in flags]
 
@@ -90,7 +99,7 @@ class PeerStore:
 
             batches = _batches(len(names), self._rows_per_request)[::-1]
             read = self._pipelined(
-                batches, lambda batch: self._request(link, Request.READ, names[batch]), receive
+                batches, lambda batch: self._request(link, RequestKind.READ, names[batch]), receive
             )
         if damaged:
             self._num_corrupt += len(damaged)
@@ -101,33 +110,39 @@ class PeerStore:
         with self._connected(len(names)) as link:
 
             def send(batch: slice) -> int:
-                request_id = self._request(link, Request.WRITE, names[batch])
+                request_id = self._request(link, RequestKind.WRITE, names[batch])
                 for name, row in zip(names[batch], rows[batch], strict=True):
                     self._check_size(row)
                     link.send(CHECKSUM.pack(protocol.checksum(self._seed, name, row)), *row)
                 return request_id
 
             def receive(request_id: int, batch: slice) -> int:
-                return self._receive_header(link, Reply.DONE, request_id, len(names[batch]), is_limit=True)
+                return self._receive_header(
+                    link, ReplyKind.DONE, request_id, len(names[batch]), is_limit=True
+                )
 
             return sum(self._pipelined(_batches(len(names), self._rows_per_request), send, receive))
 
     def touch(self, names: Sequence[bytes]) -> None:
-        self._send_names(Request.TOUCH, names)
+        self._send_names(RequestKind.TOUCH, names)
 
     def remove(self, names: Sequence[bytes]) -> None:
-        self._send_names(Request.REMOVE, names)
+        self._send_names(RequestKind.REMOVE, names)
         self._removed += names
 
-    def _send_names(self, kind: Request, names: Sequence[bytes]) -> None:
+    def _send_names(self, kind: RequestKind, names: Sequence[bytes]) -> None:
         """Send names alone; tails first, so that heads are used last."""
         with self._connected(num_rows=0) as link:
 
             def receive(request_id: int, batch: slice) -> int:
-                return self._receive_header(link, Reply.DONE, request_id, len(names[batch]))
+                return self._receive_header(link, ReplyKind.DONE, request_id, len(names[batch]))
 
             batches = _batches(len(names), MAX_NAMES)[::-1]
             self._pipelined(batches, lambda batch: self._request(link, kind, names[batch]), receive)
+
+    def names(self) -> list[bytes]:
+        """Return nothing: other engines change them too."""
+        return []
 
     def pop_removed(self) -> list[bytes]:
         """Return names of rows that this client has removed since the last call."""
@@ -183,14 +198,14 @@ class PeerStore:
             waiting.append((send(batch), batch))
         return answers + [receive(*request) for request in waiting]
 
-    def _request(self, link: Link, kind: Request, names: Sequence[bytes]) -> int:
+    def _request(self, link: Link, kind: RequestKind, names: Sequence[bytes]) -> int:
         """Send a request, for WRITE all but its rows; returns its id."""
         self._last_id += 1
         link.send(HEADER.pack(kind, self._last_id, len(names)), b"".join(names))
         return self._last_id
 
     def _receive_header(
-        self, link: Link, expected: Reply, request_id: int, number: int, *, is_limit: bool = False
+        self, link: Link, expected: ReplyKind, request_id: int, number: int, *, is_limit: bool = False
     ) -> int:
         """Return the number in a reply's header, which is `number`, or at most that.
 
@@ -200,7 +215,7 @@ class PeerStore:
         kind, answered, got = HEADER.unpack(link.receive(HEADER.size))
         if answered != request_id:
             raise ProtocolError(f"it answers request {answered}, and request {request_id} is expected")
-        if kind == Reply.ERROR:
+        if kind == ReplyKind.ERROR:
             raise ProtocolError(protocol.receive_message(link, got))
         if kind != expected or got > number or (got < number and not is_limit):
             raise ProtocolError(
@@ -212,7 +227,7 @@ class PeerStore:
         self, link: Link, request_id: int, names: Sequence[bytes], rows: Sequence[Row], damaged: list[bytes]
     ) -> list[bool]:
         """Fill the rows that were found, and return which are correct; `damaged` gets the names of the others."""
-        self._receive_header(link, Reply.ROWS, request_id, len(names))
+        self._receive_header(link, ReplyKind.ROWS, request_id, len(names))
         flags = protocol.receive_flags(link, len(names))
         stored = bytearray(CHECKSUM.size)
         for index in [index for index, flag in enumerate(flags) if flag]:

@@ -54,7 +54,7 @@ class ProtocolError(RowStoreError):
     """Peer that sends what the protocol does not allow; its connection is of no use any more."""
 
 
-class Request(enum.IntEnum):
+class RequestKind(enum.IntEnum):
     """Kinds of requests."""
 
     FIND = 1
@@ -64,7 +64,7 @@ class Request(enum.IntEnum):
     TOUCH = 5
 
 
-class Reply(enum.IntEnum):
+class ReplyKind(enum.IntEnum):
     """Kinds of replies."""
 
     FLAGS = 17
@@ -278,7 +278,7 @@ def refuse(link: Link, reason: str) -> None:
 def send_error(link: Link, request_id: int, reason: str) -> None:
     """Reply that the store does not work."""
     message = _message(reason)
-    link.send(HEADER.pack(Reply.ERROR, request_id, len(message)), message)
+    link.send(HEADER.pack(ReplyKind.ERROR, request_id, len(message)), message)
 
 
 def receive_message(link: Link, num_bytes: int) -> str:

@@ -2,7 +2,7 @@
 """Row server: stores of KV cache rows, one per namespace, for many clients over a Unix socket or TCP.
 
 Invariant: a client changes nothing but rows of its own namespace. One that is malformed, silent or slow loses its
-connection, and others do not notice. All that clients can make the server hold is bounded by `ServerLimits`.
+connection, and others do not notice. All that clients can make the server hold is bounded by `RowServerLimits`.
 Rows travel unencrypted: use it on a trusted network only.
 """
 
@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from quire.errors import QuireError, StartupError
 from quire.kv_store import protocol
-from quire.kv_store.protocol import HEADER, MAX_NAMES, Address, Link, ProtocolError, Reply, Request
+from quire.kv_store.protocol import HEADER, MAX_NAMES, Address, Link, ProtocolError, ReplyKind, RequestKind
 from quire.kv_store.row_store import Namespace, OtherNamespaceError, RowStore, RowStoreError
 from quire.unix_sockets import listen_unix
 
@@ -34,7 +34,7 @@ OpenStore = Callable[[Namespace], RowStore]
 
 
 @dataclass(frozen=True)
-class ServerLimits:
+class RowServerLimits:
     """Limits of a row server.
 
     Args:
@@ -73,9 +73,9 @@ class RowServer:
         address: str,
         open_store: OpenStore,
         key: bytes | None = None,
-        limits: ServerLimits | None = None,
+        limits: RowServerLimits | None = None,
     ) -> None:
-        self._limits = limits or ServerLimits()
+        self._limits = limits or RowServerLimits()
         wanted = protocol.parse_address(address)
         self._key = wanted.check_key(key)
         self._listener = _Listener(wanted)
@@ -212,16 +212,16 @@ class _Session:
         buffers: queue.LifoQueue[memoryview],
         row_bytes: int,
         rows_per_request: int,
-        limits: ServerLimits,
+        limits: RowServerLimits,
     ) -> None:
         self._client, self._link, self._opened, self._buffers = client, client.link, opened, buffers
         self._row_bytes, self._rows_per_request, self._limits = row_bytes, rows_per_request, limits
         self._handlers = {
-            Request.FIND: self._find,
-            Request.READ: self._read,
-            Request.WRITE: self._write,
-            Request.REMOVE: self._remove,
-            Request.TOUCH: self._touch,
+            RequestKind.FIND: self._find,
+            RequestKind.READ: self._read,
+            RequestKind.WRITE: self._write,
+            RequestKind.REMOVE: self._remove,
+            RequestKind.TOUCH: self._touch,
         }
 
     def run(self) -> None:
@@ -235,7 +235,7 @@ class _Session:
             kind, request_id, number = HEADER.unpack(self._link.receive(HEADER.size))
             if kind not in self._handlers:
                 raise ProtocolError(f"a request is of kind {kind}, which does not exist")
-            if kind in (Request.READ, Request.WRITE) and number > self._rows_per_request:
+            if kind in (RequestKind.READ, RequestKind.WRITE) and number > self._rows_per_request:
                 raise ProtocolError(f"a request has {number} rows; {self._rows_per_request} are allowed")
             names = protocol.receive_names(self._link, number)
             try:
@@ -248,14 +248,14 @@ class _Session:
     def _find(self, request_id: int, names: list[bytes]) -> None:
         with self._opened.use() as store:
             found = store.find(names)
-        self._link.send(HEADER.pack(Reply.FLAGS, request_id, len(names)), bytes(found))
+        self._link.send(HEADER.pack(ReplyKind.FLAGS, request_id, len(names)), bytes(found))
 
     def _read(self, request_id: int, names: list[bytes]) -> None:
         with self._rows(len(names)) as rows:
             with self._opened.use() as store:
                 found = store.read(names, [[row] for row in rows])
             sent = [row for row, flag in zip(rows, found, strict=True) if flag]
-            self._link.send(HEADER.pack(Reply.ROWS, request_id, len(names)), bytes(found), *sent)
+            self._link.send(HEADER.pack(ReplyKind.ROWS, request_id, len(names)), bytes(found), *sent)
         self._client.num_read += len(sent)
 
     def _write(self, request_id: int, names: list[bytes]) -> None:
@@ -263,18 +263,18 @@ class _Session:
             self._link.receive_into(rows)
             with self._opened.use() as store:
                 number = store.write(names, [[row] for row in rows])
-        self._link.send(HEADER.pack(Reply.DONE, request_id, number))
+        self._link.send(HEADER.pack(ReplyKind.DONE, request_id, number))
         self._client.num_written += number
 
     def _touch(self, request_id: int, names: list[bytes]) -> None:
         with self._opened.use() as store:
             store.touch(names)
-        self._link.send(HEADER.pack(Reply.DONE, request_id, len(names)))
+        self._link.send(HEADER.pack(ReplyKind.DONE, request_id, len(names)))
 
     def _remove(self, request_id: int, names: list[bytes]) -> None:
         with self._opened.use() as store:
             store.remove(names)
-        self._link.send(HEADER.pack(Reply.DONE, request_id, len(names)))
+        self._link.send(HEADER.pack(ReplyKind.DONE, request_id, len(names)))
 
     @contextlib.contextmanager
     def _rows(self, number: int) -> Iterator[list[memoryview]]:
@@ -400,7 +400,7 @@ class _Listener:
 
 
 def serve(
-    address: str, open_store: OpenStore, key: bytes | None = None, limits: ServerLimits | None = None
+    address: str, open_store: OpenStore, key: bytes | None = None, limits: RowServerLimits | None = None
 ) -> None:
     """Serve rows until SIGTERM or SIGINT; call it in the main thread, before others start.
 

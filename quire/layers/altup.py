@@ -20,9 +20,9 @@ from quire.kernels.reference import tree_sum
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.linear import ExactLinear
 from quire.layers.norm import added_up, block_norm
-from quire.layers.shard import Shard, Span
+from quire.layers.shard import Shard, ShardSpan
 from quire.layers.step import StepContext
-from quire.layers.vectors import Vector, VectorLayer
+from quire.layers.vectors import LayerVector, VectorLayer
 
 
 class GaussianTop(Module):
@@ -66,11 +66,11 @@ class GaussianTop(Module):
 class Scale(VectorLayer):
     """Scale per dimension, stored under this layer's bare name."""
 
-    vectors = (Vector("weight", "", "ones"),)
+    vectors = (LayerVector("weight", "", "ones"),)
     weight: Tensor
 
     def __init__(self, *, size: int, dtype: torch.dtype, name: str) -> None:
-        super().__init__(Span(1, size, replicated=True), dtype=dtype, name=name)
+        super().__init__(ShardSpan(1, size, replicated=True), dtype=dtype, name=name)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""

@@ -33,10 +33,10 @@ from quire.layers.kv_cache import cache_planes, cache_users
 from quire.layers.norm import RMSNorm
 from quire.layers.relative_bias import RelativeBias
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import Shard, Span
+from quire.layers.shard import Shard, ShardSpan
 from quire.layers.slot import length
 from quire.layers.step import StepContext
-from quire.layers.vectors import Vector, VectorLayer
+from quire.layers.vectors import LayerVector, VectorLayer
 
 
 def slopes(num_heads: int) -> Tensor:
@@ -69,7 +69,7 @@ class CacheScales(Module):
     @staticmethod
     def of_rank(keys: Tensor, values: Tensor, shard: Shard, name: str) -> CacheScales:
         """Return the scales of a rank's heads, given those of all heads."""
-        own = Span(len(keys), replicated=True).piece(shard, name)
+        own = ShardSpan(len(keys), replicated=True).piece(shard, name)
         return CacheScales(keys[own], values[own])
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,11 +110,11 @@ def for_all_heads(scales: Tensor, num_heads: int) -> Tensor:
 class Sinks(VectorLayer):
     """Learned score per head that joins every softmax and has no value, float32 [Hq]; sharded by heads."""
 
-    vectors = (Vector("weight", ""),)
+    vectors = (LayerVector("weight", ""),)
     weight: Tensor
 
     def __init__(self, *, num_heads: int, name: str = "") -> None:
-        super().__init__(Span(num_heads), name=name)
+        super().__init__(ShardSpan(num_heads), name=name)
 
 
 class TemperatureTuning(Module):
@@ -215,8 +215,8 @@ class Attention(Module):
         self.group_id = 0
 
     def apply_shard(self, shard: Shard) -> None:
-        heads = Span(self.num_heads // self.parts).piece(shard, self.name)
-        kv_heads = Span(self.num_kv_heads // self.parts, replicated=True).piece(shard, self.name)
+        heads = ShardSpan(self.num_heads // self.parts).piece(shard, self.name)
+        kv_heads = ShardSpan(self.num_kv_heads // self.parts, replicated=True).piece(shard, self.name)
         self.num_heads, self.num_kv_heads = self.parts * length(heads), self.parts * length(kv_heads)
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes[heads]

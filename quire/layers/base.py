@@ -5,7 +5,7 @@ Invariant: a layer knows its parameters and no file; the loader knows files and 
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-LORA_DTYPES = DTYPES | {"int8": torch.int8}
-
-
 def device_type(config: EngineConfig) -> str:
     """Return torch's name of the model's device type; the config must be prepared."""
     return config.torch_device or config.device.device
@@ -31,11 +28,6 @@ def device_type(config: EngineConfig) -> str:
 def model_dtype(config: EngineConfig) -> torch.dtype:
     """Return the dtype of large weights; the config must be prepared, so that it is no longer "auto"."""
     return DTYPES[config.model.dtype]
-
-
-def lora_dtype(config: EngineConfig) -> torch.dtype:
-    """Return the dtype of LoRA weights; the config must be prepared."""
-    return LORA_DTYPES.get(config.lora.lora_dtype, model_dtype(config))
 
 
 def activation_dtype(config: EngineConfig) -> torch.dtype:
@@ -48,6 +40,9 @@ def activation_dtype(config: EngineConfig) -> torch.dtype:
 
 class Module(nn.Module):
     """nn.Module whose call skips the hooks, which nothing uses and which cost a microsecond."""
+
+    is_replicated: ClassVar[bool] = False
+    """True: each rank has the whole module, which is small."""
 
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)

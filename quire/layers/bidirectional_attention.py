@@ -18,7 +18,7 @@ from quire.layers.base import Module, activation_dtype, device_type
 from quire.layers.norm import RMSNorm
 from quire.layers.relative_bias import RelativeBias
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import Shard, Span
+from quire.layers.shard import Shard, ShardSpan
 from quire.layers.slot import length
 from quire.layers.step import StepContext
 
@@ -65,9 +65,9 @@ class BidirectionalAttention(Module):
         self.group_id = 0
 
     def apply_shard(self, shard: Shard) -> None:
-        heads = Span(self.num_heads).piece(shard, self.name)
+        heads = ShardSpan(self.num_heads).piece(shard, self.name)
         self.num_heads = length(heads)
-        self.num_kv_heads = length(Span(self.num_kv_heads, replicated=True).piece(shard, self.name))
+        self.num_kv_heads = length(ShardSpan(self.num_kv_heads, replicated=True).piece(shard, self.name))
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes[heads]
 

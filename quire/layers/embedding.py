@@ -24,7 +24,7 @@ from quire.kernels.lora import LoraStacks
 from quire.layers.adapter_rows import AdapterEmbeddingRows, AdapterOutputRows
 from quire.layers.base import Layer, Module, activation_dtype, model_dtype, parameter
 from quire.layers.matrix import MatrixLayer
-from quire.layers.shard import Span
+from quire.layers.shard import ShardSpan
 from quire.layers.slot import Slot
 
 
@@ -135,7 +135,7 @@ class VocabEmbedding(MatrixLayer):
         name: str = "",
     ) -> None:
         super().__init__(
-            [Span(vocab_size, uneven=True)],
+            [ShardSpan(vocab_size, uneven=True)],
             size,
             dtype,
             name=name,

@@ -26,7 +26,7 @@ Adapted = tuple[()] | tuple[Tensor, ExpertAdapters]
 """(adapter of each token [T], adapters of the rank's experts), or ()."""
 
 
-class Exchange(Protocol):
+class ExpertExchange(Protocol):
     """Replacement of `ops.experts` for ranks with some of the experts."""
 
     def experts(
@@ -38,7 +38,7 @@ class Exchange(Protocol):
         """See `Capturable`."""
 
 
-def exchange_of(shard: Shard, count: int) -> Exchange | None:
+def exchange_of(shard: Shard, count: int) -> ExpertExchange | None:
     """Return the exchange for a layer with `count` experts; None if this rank has them all."""
     if shard.experts.size == 1:
         return None

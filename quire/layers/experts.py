@@ -28,7 +28,7 @@ from quire.kernels.linear import PackedWeight
 from quire.kernels.lora import SharedStacks
 from quire.layers.activation import FUNCTIONS, FUSED
 from quire.layers.base import Module, RowSource, activation_dtype, device_type, model_dtype, parameter
-from quire.layers.expert_exchange import Adapted, Exchange, exchange_of
+from quire.layers.expert_exchange import Adapted, ExpertExchange, exchange_of
 from quire.layers.linear import ExactLinear, GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.mlp import GatedMLP, PlainMLP
@@ -226,7 +226,7 @@ class Expert(Module):
         )
         for layer in (self.up, self.down_proj):
             layer.takes_adapters = layer.makes_products = False  # `Experts` does both
-            layer.quantizes_inputs = member is None and not config.lora.enable_lora
+            layer.quantizes_inputs = member is None and not config.serves_adapters
             layer.expert = index
             if isinstance(layer, InList):
                 layer.index = index
@@ -277,7 +277,7 @@ class Experts(Module):
         self._adapters: ExpertAdapters | None = None
         self._are_whole = config.parallel.enable_expert_parallel
         self._adds_up_with: Group | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: ExpertExchange | None = None
 
     def apply_shard(self, shard: Shard) -> None:
         if self._are_whole:

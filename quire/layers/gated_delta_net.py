@@ -21,18 +21,18 @@ from quire.layers.linear import Linear
 from quire.layers.mamba import CausalConv, negative_exp
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.shard import WHOLE, Shard, ShardSpan
 from quire.layers.slot import length
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
-from quire.layers.vectors import Vector, VectorLayer
+from quire.layers.vectors import LayerVector, VectorLayer
 
 
 class DeltaRule(VectorLayer):
     """Gated delta rule; the checkpoint stores its decays beside this layer, as `A_log` and `dt_bias`.
 
-    `steps` are the time steps of a head; `strongest` and `least` as in `ops.gated_delta`; `around` as in `Vector`, for
-    `A_log`.
+    `steps` are the time steps of a head; `strongest` and `least` as in `ops.gated_delta`; `around` as in `LayerVector`,
+    for `A_log`.
     """
 
     rates: Tensor
@@ -49,10 +49,10 @@ class DeltaRule(VectorLayer):
         around: tuple[int, int] = (0, 0),
     ) -> None:
         self.vectors = (
-            Vector("rates", "A_log", convert=negative_exp, around=around),
-            Vector("dt_bias", "dt_bias", unit=steps),
+            LayerVector("rates", "A_log", convert=negative_exp, around=around),
+            LayerVector("dt_bias", "dt_bias", unit=steps),
         )
-        super().__init__(Span(heads), beside=True, name=name)
+        super().__init__(ShardSpan(heads), beside=True, name=name)
         self.strongest, self.least = strongest, least
 
     def forward(self, qkv: Tensor, ba: Tensor, states: Tensor, metadata: StateMetadata) -> Tensor:
@@ -71,9 +71,9 @@ class GatedDeltaNet(Module):
         super().__init__()
         arch, dtype, own = config.arch, model_dtype(config), config.arch.delta
         assert own is not None, "a layer of this kind is described"
-        keys, values = Span(own.key_heads, own.key_dim), Span(own.value_heads, own.value_dim)
+        keys, values = ShardSpan(own.key_heads, own.key_dim), ShardSpan(own.value_heads, own.value_dim)
         groups = own.key_heads if own.grouped else 1
-        qkvz, of_heads = (keys, keys, values, values), Span(own.value_heads)
+        qkvz, of_heads = (keys, keys, values, values), ShardSpan(own.value_heads)
         self.in_proj_qkvz = self._in_proj(config, groups, qkvz, f"{prefix}.in_proj_qkvz")
         if own.steps_grouped is not None:
             groups = own.key_heads if own.steps_grouped else 1
@@ -112,7 +112,7 @@ class GatedDeltaNet(Module):
         self.widths, self.parts = (q + k + v, z), (q, k, v)
 
     @staticmethod
-    def _in_proj(config: EngineConfig, groups: int, spans: tuple[Span, ...], name: str) -> Linear:
+    def _in_proj(config: EngineConfig, groups: int, spans: tuple[ShardSpan, ...], name: str) -> Linear:
         return Linear(
             in_features=config.arch.hidden_size,
             out_features=sum(span.size for span in spans),
@@ -156,9 +156,9 @@ class KimiDeltaAttention(Module):
         arch, own = config.arch, config.arch.delta
         assert own is not None, "a layer of this kind is described"
         assert (own.key_heads, own.key_dim) == (own.value_heads, own.value_dim), "heads are alike"
-        heads = Span(own.value_heads, own.value_dim)
-        made = Span(1, own.value_dim, replicated=True) if own.narrow else heads
-        parts = (heads, heads, heads, Span(heads.units), made, made)
+        heads = ShardSpan(own.value_heads, own.value_dim)
+        made = ShardSpan(1, own.value_dim, replicated=True) if own.narrow else heads
+        parts = (heads, heads, heads, ShardSpan(heads.units), made, made)
         self.in_proj = Linear(
             in_features=arch.hidden_size,
             out_features=sum(part.size for part in parts),
@@ -193,7 +193,10 @@ class KimiDeltaAttention(Module):
             name=f"{prefix}.o_proj",
             partition="input",
         )
-        shapes = [(own.taps - 1, (heads, heads, heads)), ((Span(heads.units),), own.key_dim, own.value_dim)]
+        shapes = [
+            (own.taps - 1, (heads, heads, heads)),
+            ((ShardSpan(heads.units),), own.key_dim, own.value_dim),
+        ]
         self.cache = StateCache(config=config, name=f"{prefix}.cache", parts=shapes)
         self.apply_shard(WHOLE)
 
@@ -202,7 +205,7 @@ class KimiDeltaAttention(Module):
         self.widths = (q + k + v, *others)
 
     @staticmethod
-    def _wide(config: EngineConfig, heads: Span, name: str) -> Linear:
+    def _wide(config: EngineConfig, heads: ShardSpan, name: str) -> Linear:
         return Linear(
             in_features=heads.unit,
             out_features=heads.size,

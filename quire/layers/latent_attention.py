@@ -25,7 +25,7 @@ from quire.layers.kv_cache import cache_planes
 from quire.layers.linear import Linear
 from quire.layers.norm import PerHeadLinear, RMSNorm
 from quire.layers.rotary import RotaryEmbedding, Unrotated
-from quire.layers.shard import Span
+from quire.layers.shard import ShardSpan
 from quire.layers.step import StepContext
 
 
@@ -156,7 +156,7 @@ class LatentSelfAttention(Module):
             dtype=dtype,
             name=f"{prefix}.q_b_proj" if latent.query_rank else f"{prefix}.q_proj",
             partition="output",
-            spans=(Span(arch.num_heads, latent.query_size),),
+            spans=(ShardSpan(arch.num_heads, latent.query_size),),
         )
         self.q_proj = self.q_b_proj = self.q_a_layernorm = None
         if latent.query_rank is None:
@@ -171,7 +171,9 @@ class LatentSelfAttention(Module):
             bias=arch.attention_bias,
             dtype=dtype,
             name=f"{prefix}.qkv_a_proj",
-            spans=(Span(latent.query_rank), Span(compressed)) if latent.query_rank else (Span(compressed),),
+            spans=(ShardSpan(latent.query_rank), ShardSpan(compressed))
+            if latent.query_rank
+            else (ShardSpan(compressed),),
         )
         self.kv_a_layernorm = _norm(config, latent.rank, f"{prefix}.kv_a_layernorm")
         self.k_up = PerHeadLinear(
@@ -200,7 +202,7 @@ class LatentSelfAttention(Module):
                 dtype=dtype,
                 name=f"{prefix}.g_proj",
                 partition="output",
-                spans=(Span(arch.num_heads),),
+                spans=(ShardSpan(arch.num_heads),),
                 activation="sigmoid",
             )
         self.o_proj = Linear(

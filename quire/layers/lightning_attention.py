@@ -20,7 +20,7 @@ from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import RMSNorm, SharedRMSNorm
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import Shard, Span
+from quire.layers.shard import Shard, ShardSpan
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
 
@@ -34,10 +34,10 @@ class LightningScan(Module):
     zeros: Tensor
 
     def __init__(
-        self, *, config: EngineConfig, heads: Span, rates: Tensor, scale: float = 1.0, name: str
+        self, *, config: EngineConfig, heads: ShardSpan, rates: Tensor, scale: float = 1.0, name: str
     ) -> None:
         super().__init__()
-        self.units, self.scale, self.name = Span(heads.units), scale, name
+        self.units, self.scale, self.name = ShardSpan(heads.units), scale, name
         # Scaling values has the effect of time steps of another length.
         self.register_buffer("rates", rates / scale, persistent=False)
         self.register_buffer("zeros", torch.zeros_like(rates), persistent=False)
@@ -78,7 +78,7 @@ class LightningAttention(Module):
         arch, dtype, heads = (
             config.arch,
             model_dtype(config),
-            Span(config.arch.num_heads, config.arch.head_dim),
+            ShardSpan(config.arch.num_heads, config.arch.head_dim),
         )
         self.lightning_qkv = QKVLinear(
             hidden_size=arch.hidden_size,
@@ -131,7 +131,7 @@ class RotatedLightningAttention(Module):
         super().__init__()
         arch, own, dtype = config.arch, config.arch.rotated_lightning, model_dtype(config)
         assert own is not None, "a layer of this kind is described"
-        heads = Span(arch.num_heads, own.head_dim)
+        heads = ShardSpan(arch.num_heads, own.head_dim)
         self.qkv_proj = QKVLinear(
             hidden_size=arch.hidden_size,
             num_heads=heads.units,

@@ -18,7 +18,7 @@ from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer, ModuleRows
 from quire.layers.quantization import QuantMethod
-from quire.layers.shard import WHOLE, Partition, Shard, Span, StackMember
+from quire.layers.shard import WHOLE, Partition, Shard, ShardSpan, StackMember
 from quire.layers.slot import Slot, length
 from quire.layers.step import StepContext
 
@@ -66,13 +66,13 @@ class Linear(MatrixLayer):
         dtype: torch.dtype,
         name: str = "",
         partition: Partition = "whole",
-        spans: Sequence[Span] = (),
+        spans: Sequence[ShardSpan] = (),
         transposed: bool = False,
         groups: int = 1,
         member: StackMember | None = None,
         activation: Function | None = None,
     ) -> None:
-        spans = spans or (Span(out_features),)
+        spans = spans or (ShardSpan(out_features),)
         assert sum(span.size for span in spans) == out_features
         assert activation is None or partition != "input", (
             "a row-parallel layer is activated after its all-reduce"
@@ -205,8 +205,8 @@ class QKVLinear(Linear):
         self.clip, self.head_dim, self.parts = clip, head_dim, 2 if paired else 1
         self.blocks = blocks
         self._values_apart = not (gated or merged)
-        heads = Span(num_heads // self.parts, head_dim)
-        kv_heads = Span(num_kv_heads // self.parts, head_dim, replicated=True)
+        heads = ShardSpan(num_heads // self.parts, head_dim)
+        kv_heads = ShardSpan(num_kv_heads // self.parts, head_dim, replicated=True)
         whole = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
         spans = tuple(span for span in whole for _ in range(self.parts))
         super().__init__(
@@ -309,7 +309,7 @@ class GateUpLinear(Linear):
             dtype=dtype,
             name=name,
             partition=partition,
-            spans=(Span(intermediate_size), Span(intermediate_size)),
+            spans=(ShardSpan(intermediate_size), ShardSpan(intermediate_size)),
             transposed=transposed,
             member=member,
         )

@@ -25,11 +25,11 @@ from quire.layers.linear import Linear
 from quire.layers.norm import HeadRMSNorm, RMSNorm, SharedRMSNorm
 from quire.layers.quantization import QuantMethod
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.shard import WHOLE, Shard, ShardSpan
 from quire.layers.slot import Slot, TensorPart, length
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
-from quire.layers.vectors import Vector, VectorLayer
+from quire.layers.vectors import LayerVector, VectorLayer
 
 
 class CausalConv(Layer):
@@ -39,7 +39,7 @@ class CausalConv(Layer):
     """
 
     def __init__(
-        self, *, spans: Sequence[Span], taps: int, bias: bool, silu: bool = False, name: str
+        self, *, spans: Sequence[ShardSpan], taps: int, bias: bool, silu: bool = False, name: str
     ) -> None:
         super().__init__(name)
         self.spans = tuple(spans)
@@ -90,7 +90,7 @@ class ShortConv(Module):
         super().__init__()
         arch, own = config.arch, config.arch.short_conv
         assert own is not None, "a layer of this kind is described"
-        size, channels = arch.hidden_size, Span(arch.hidden_size)
+        size, channels = arch.hidden_size, ShardSpan(arch.hidden_size)
         self.in_proj = Linear(
             in_features=size,
             out_features=3 * size,
@@ -126,12 +126,12 @@ class ShortConv(Module):
 class SelectiveScan(VectorLayer):
     """Selective scan per channel, as in `ops.selective_scan`; the checkpoint stores decays as `A_log` [C, N]."""
 
-    vectors = (Vector("skip", "D", "ones"),)
+    vectors = (LayerVector("skip", "D", "ones"),)
     skip: Tensor
 
     def __init__(self, *, channels: int, states: int, name: str) -> None:
         self.states = states
-        super().__init__(Span(channels), name=name)
+        super().__init__(ShardSpan(channels), name=name)
 
     def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
         super().create_weights(method, shard)
@@ -184,7 +184,7 @@ class MambaMixer(Module):
         super().__init__()
         own, hidden, dtype = config.arch.mamba, config.arch.hidden_size, model_dtype(config)
         assert own is not None, "a layer of this kind is described"
-        channels = Span(own.channels)
+        channels = ShardSpan(own.channels)
         self.in_proj = Linear(
             in_features=hidden,
             out_features=2 * own.channels,
@@ -266,17 +266,17 @@ class HeadScan(VectorLayer):
     """SSD scan per head, as in `ops.ssd_scan`; the checkpoint stores decays as `A_log` [h]."""
 
     vectors = (
-        Vector("a", "A_log", convert=negative_exp),
-        Vector("skip", "D", "ones"),
-        Vector("dt_bias", "dt_bias"),
+        LayerVector("a", "A_log", convert=negative_exp),
+        LayerVector("skip", "D", "ones"),
+        LayerVector("dt_bias", "dt_bias"),
     )
     a: Tensor
     skip: Tensor
     dt_bias: Tensor
 
     def __init__(self, *, heads: int, groups: int, time_limits: tuple[float, float], name: str) -> None:
-        super().__init__(Span(heads), name=name)
-        self.of_all, self.groups = Span(groups, replicated=True), groups
+        super().__init__(ShardSpan(heads), name=name)
+        self.of_all, self.groups = ShardSpan(groups, replicated=True), groups
         self.time_limits = time_limits
 
     def apply_shard(self, shard: Shard) -> None:
@@ -323,8 +323,8 @@ class Mamba2Mixer(Module):
         super().__init__()
         own, hidden, dtype = config.arch.mamba2, config.arch.hidden_size, model_dtype(config)
         assert own is not None, "a layer of this kind is described"
-        channels, heads = Span(own.heads, own.head_dim), Span(own.heads)
-        shared = Span(own.groups, own.states, replicated=True)
+        channels, heads = ShardSpan(own.heads, own.head_dim), ShardSpan(own.heads)
+        shared = ShardSpan(own.groups, own.states, replicated=True)
         spans = (channels, channels, shared, shared, heads)
         self.in_proj = Linear(
             in_features=hidden,
@@ -409,7 +409,7 @@ class PLaMo2Mamba(Module):
         super().__init__()
         own, hidden, dtype = config.arch.plamo2_mamba, config.arch.hidden_size, model_dtype(config)
         assert own is not None, "a layer of this kind is described"
-        heads, channels = Span(own.heads), Span(own.heads, own.head_dim)
+        heads, channels = ShardSpan(own.heads), ShardSpan(own.heads, own.head_dim)
         self.in_proj = Linear(
             in_features=hidden,
             out_features=2 * channels.size,
@@ -485,7 +485,7 @@ class RGLRU(Layer):
 
     def __init__(self, *, heads: int, size: int, name: str) -> None:
         super().__init__(name)
-        self.heads = Span(heads)
+        self.heads = ShardSpan(heads)
         self.size = size
         self.create_weights(None)
 
@@ -528,7 +528,7 @@ class RecurrentUnit(Module):
         super().__init__()
         arch, own = config.arch, config.arch.recurrent_unit
         assert own is not None, "a layer of this kind is described"
-        channels = Span(own.heads, own.width // own.heads)
+        channels = ShardSpan(own.heads, own.width // own.heads)
         self.linear_yx = Linear(
             in_features=arch.hidden_size,
             out_features=2 * own.width,

@@ -20,7 +20,7 @@ from quire.layers.base import Layer, parameter
 from quire.layers.input_quantization import InputQuantization
 from quire.layers.quantization import FLOATS, HeldByOtherRank, QuantMethod
 from quire.layers.quantized.codec import Codec
-from quire.layers.shard import WHOLE, Partition, Shard, Span, StackMember
+from quire.layers.shard import WHOLE, Partition, Shard, ShardSpan, StackMember
 from quire.layers.slot import Slot, TensorPart, length
 
 _PACKED = "packed."
@@ -61,7 +61,7 @@ class MatrixLayer(Layer):
 
     def __init__(
         self,
-        spans: Sequence[Span],
+        spans: Sequence[ShardSpan],
         inputs: int,
         dtype: torch.dtype,
         *,

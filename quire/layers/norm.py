@@ -27,10 +27,10 @@ from quire.kernels.linear import PackedWeight, QuantizedRows
 from quire.layers.base import Layer, Module, activation_dtype, parameter
 from quire.layers.embedding import HeadAdapters
 from quire.layers.matrix import MatrixLayer, ModuleRows
-from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.shard import WHOLE, Shard, ShardSpan
 from quire.layers.slot import Slot, TensorPart, length
 from quire.layers.step import StepContext
-from quire.layers.vectors import Vector, VectorLayer
+from quire.layers.vectors import LayerVector, VectorLayer
 
 if TYPE_CHECKING:
     from quire.layers.quantization import QuantMethod
@@ -57,7 +57,9 @@ class PerHeadLinear(MatrixLayer):
     ) -> None:
         self.before, self.after, self.inverted = before, after, inverted
         stored_rows, stored_columns = (in_features, out_features) if inverted else (out_features, in_features)
-        super().__init__([Span(num_heads, stored_rows)], stored_columns, dtype, name=name, partition="output")
+        super().__init__(
+            [ShardSpan(num_heads, stored_rows)], stored_columns, dtype, name=name, partition="output"
+        )
         self._matrix: PackedWeight | None = None
         self.adapters: HeadAdapters | None = None
         """None: the engine serves no adapters."""
@@ -121,7 +123,7 @@ class HeadRMSNorm(VectorLayer):
     Ranks hold the weights of their own heads; a row's weights are replicated.
     """
 
-    vectors = (Vector("weight", "", "ones"),)
+    vectors = (LayerVector("weight", "", "ones"),)
     weight: Tensor
     ones: Tensor
 
@@ -129,7 +131,7 @@ class HeadRMSNorm(VectorLayer):
         self, *, size: int, heads: int | None = None, eps: float, dtype: torch.dtype, name: str
     ) -> None:
         self.has_heads = heads is not None
-        super().__init__(Span(heads or 1, size, replicated=True), dtype=dtype, name=name)
+        super().__init__(ShardSpan(heads or 1, size, replicated=True), dtype=dtype, name=name)
         self.register_buffer("ones", torch.ones(size, dtype=dtype, device="cpu"), persistent=False)
         self.eps = eps
 
@@ -137,7 +139,7 @@ class HeadRMSNorm(VectorLayer):
         """x [T, h, D], or [T, D] -> the same shape."""
         return ops.rms_norm(x, self.ones, self.eps) * self.weight.view(-1, self.span.unit)
 
-    def _part(self, vector: Vector) -> TensorPart:
+    def _part(self, vector: LayerVector) -> TensorPart:
         part = super()._part(vector)
         return replace(part, stored=(self.span.units, self.span.unit)) if self.has_heads else part
 
@@ -150,11 +152,13 @@ class SharedRMSNorm(VectorLayer):
     at every number of ranks), sums of units are all-gathered.
     """
 
-    vectors = (Vector("weight", "weight", "ones"),)
+    vectors = (LayerVector("weight", "weight", "ones"),)
     weight: Tensor
     ones: Tensor
 
-    def __init__(self, span: Span, *, groups: int = 1, eps: float, dtype: torch.dtype, name: str) -> None:
+    def __init__(
+        self, span: ShardSpan, *, groups: int = 1, eps: float, dtype: torch.dtype, name: str
+    ) -> None:
         self.groups, self.group_size, self.by_units = groups, span.size // groups, False
         super().__init__(span, dtype=dtype, name=name)
         self.register_buffer("ones", torch.ones(self.group_size, dtype=dtype, device="cpu"), persistent=False)
@@ -346,14 +350,14 @@ class EachHeadLayerNorm(VectorLayer):
     The checkpoint has them in one tensor or, if `apart`, as `norms.0`, `norms.1` ...
     """
 
-    vectors = (Vector("weight", "weight", "ones"),)
+    vectors = (LayerVector("weight", "weight", "ones"),)
     weight: Tensor
     ones: Tensor
 
     def __init__(
         self, *, heads: int, head_dim: int, eps: float, dtype: torch.dtype, apart: bool, name: str
     ) -> None:
-        super().__init__(Span(heads, head_dim, replicated=True), dtype=dtype, name=name)
+        super().__init__(ShardSpan(heads, head_dim, replicated=True), dtype=dtype, name=name)
         self.register_buffer("ones", torch.ones(head_dim, dtype=dtype, device="cpu"), persistent=False)
         self.eps = eps
         self.apart = apart
@@ -375,7 +379,7 @@ class EachHeadLayerNorm(VectorLayer):
             part = TensorPart((size,), (everything,), (everything if is_own else slice(0, 0),))
             yield f"{names[0]}.norms.{head}.weight", Slot(target, "ones", part)
 
-    def _part(self, vector: Vector) -> TensorPart:
+    def _part(self, vector: LayerVector) -> TensorPart:
         return replace(super()._part(vector), stored=(self.span.units, self.span.unit))
 
 
@@ -408,7 +412,7 @@ def _unweighted_rms(config: EngineConfig, heads: int, name: str) -> RMSNorm:
 
 def _row_rms(config: EngineConfig, heads: int, name: str) -> SharedRMSNorm:
     arch = config.arch
-    span = Span(heads, arch.head_dim, replicated=True)
+    span = ShardSpan(heads, arch.head_dim, replicated=True)
     return SharedRMSNorm(span, eps=arch.norm_eps, dtype=activation_dtype(config), name=name)
 
 

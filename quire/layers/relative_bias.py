@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.layers.base import Layer, activation_dtype, parameter
-from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.shard import WHOLE, Shard, ShardSpan
 from quire.layers.slot import Slot, TensorPart, length
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class RelativeBias(Layer):
     ) -> None:
         super().__init__(name)
         arch = config.arch
-        self.heads = Span(arch.num_heads if num_heads is None else num_heads)
+        self.heads = ShardSpan(arch.num_heads if num_heads is None else num_heads)
         self.num_buckets, self.dtype = buckets, activation_dtype(config)
         self.create_weights(None)
         longest = longest or config.model.max_model_len or arch.max_position_embeddings

@@ -18,7 +18,7 @@ from quire.kernels.attention_metadata import StateMetadata
 from quire.kernels.linear import Function
 from quire.layers.base import Layer, Module, model_dtype, parameter
 from quire.layers.linear import Linear
-from quire.layers.shard import WHOLE, Partition, Shard, Span
+from quire.layers.shard import WHOLE, Partition, Shard, ShardSpan
 from quire.layers.slot import Init, Slot, TensorPart, length
 from quire.layers.states import Shape, StateCache
 from quire.layers.step import StepContext
@@ -35,7 +35,9 @@ class VectorRows(Layer):
 
     rows: Tensor
 
-    def __init__(self, stored: Sequence[tuple[str, tuple[int, ...], Init]], span: Span, name: str) -> None:
+    def __init__(
+        self, stored: Sequence[tuple[str, tuple[int, ...], Init]], span: ShardSpan, name: str
+    ) -> None:
         super().__init__(name)
         self._stored, self._span = tuple(stored), span
         self.create_weights(None)
@@ -60,7 +62,7 @@ class TokenShift(VectorRows):
 
     def __init__(self, stored: Sequence[tuple[str, tuple[int, ...]]], size: int, name: str) -> None:
         rows: list[tuple[str, tuple[int, ...], Init]] = [(key, shape, "normal") for key, shape in stored]
-        super().__init__(rows, Span(1, size, replicated=True), name)
+        super().__init__(rows, ShardSpan(1, size, replicated=True), name)
         taps = torch.tensor([[1.0], [0.0]], device="cpu").repeat(1, size)
         self.register_buffer("taps", taps, persistent=False)
 
@@ -142,7 +144,7 @@ class ChannelMix(Module):
         super().__init__()
         size, inner = config.arch.hidden_size, config.arch.intermediate_size
         self.shift = TokenShift([("x_k", (size,))], size, f"{prefix}.shift")
-        self.key = _linear(config, size, Span(inner), f"{prefix}.key", activation="relu2")
+        self.key = _linear(config, size, ShardSpan(inner), f"{prefix}.key", activation="relu2")
         self.value = _linear(config, inner, size, f"{prefix}.value", partition="input")
 
     def forward(self, x: Tensor, cache: StateCache, step: StepContext) -> Tensor:
@@ -154,14 +156,14 @@ class ChannelMix(Module):
 def state_cache(config: EngineConfig, name: str) -> StateCache:
     """Return a layer's cache: the previous inputs of time mixing and channel mixing, and the heads' states."""
     size, dim = config.arch.hidden_size, rwkv7_of(config).head_dim
-    heads: Shape = ((Span(size // dim),), dim, dim)
+    heads: Shape = ((ShardSpan(size // dim),), dim, dim)
     return StateCache(config=config, name=name, parts=[(1, size), (1, size), heads])
 
 
-def heads_of(config: EngineConfig) -> Span:
+def heads_of(config: EngineConfig) -> ShardSpan:
     """Return the span of the heads' channels."""
     dim = rwkv7_of(config).head_dim
-    return Span(config.arch.hidden_size // dim, dim)
+    return ShardSpan(config.arch.hidden_size // dim, dim)
 
 
 def rwkv7_of(config: EngineConfig) -> RWKV7Arch:
@@ -174,7 +176,7 @@ def rwkv7_of(config: EngineConfig) -> RWKV7Arch:
 def _linear(
     config: EngineConfig,
     inputs: int,
-    outputs: int | Span,
+    outputs: int | ShardSpan,
     name: str,
     *,
     bias: bool = False,
@@ -182,10 +184,10 @@ def _linear(
     partition: Partition = "whole",
 ) -> Linear:
     """Return a linear layer; outputs given as a span are sharded."""
-    spans = (outputs,) if isinstance(outputs, Span) else ()
+    spans = (outputs,) if isinstance(outputs, ShardSpan) else ()
     return Linear(
         in_features=inputs,
-        out_features=outputs.size if isinstance(outputs, Span) else outputs,
+        out_features=outputs.size if isinstance(outputs, ShardSpan) else outputs,
         bias=bias,
         dtype=model_dtype(config),
         name=name,

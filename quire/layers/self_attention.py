@@ -29,10 +29,10 @@ from quire.layers.mamba import Mamba2Mixer
 from quire.layers.norm import AFTER_ROPE, NORMED_IN_KERNEL, QK_NORMS, head_norm
 from quire.layers.quantization import QuantMethod
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import WHOLE, Partition, Shard, Span
+from quire.layers.shard import WHOLE, Partition, Shard, ShardSpan
 from quire.layers.slot import length
 from quire.layers.step import StepContext
-from quire.layers.vectors import OutBias, Vector, VectorLayer
+from quire.layers.vectors import LayerVector, OutBias, VectorLayer
 
 
 class Lambda(VectorLayer):
@@ -41,14 +41,14 @@ class Lambda(VectorLayer):
     `value`, float32 [], is computed once, after loading.
     """
 
-    vectors = tuple(Vector(name, f"lambda_{name}") for name in ("q1", "k1", "q2", "k2"))
+    vectors = tuple(LayerVector(name, f"lambda_{name}") for name in ("q1", "k1", "q2", "k2"))
     q1: Tensor
     k1: Tensor
     q2: Tensor
     k2: Tensor
 
     def __init__(self, *, head_dim: int, layer: int, name: str) -> None:
-        super().__init__(Span(1, head_dim, replicated=True), beside=True, name=name)
+        super().__init__(ShardSpan(1, head_dim, replicated=True), beside=True, name=name)
         self.start = 0.8 - 0.6 * math.exp(-0.3 * layer)
 
     def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
@@ -140,7 +140,7 @@ class MixtureOfAttention(Module):
         assert experts is not None, "a layer of this kind is described"
         self.heads = arch.num_kv_heads, arch.head_dim
         """Number of the rank's heads, and their size."""
-        heads, hidden = Span(*self.heads), Span(arch.hidden_size)
+        heads, hidden = ShardSpan(*self.heads), ShardSpan(arch.hidden_size)
         self.gate = ExpertRouter(config=config, experts=experts, name=f"{prefix}.gate")
         self.input_linear = _experts(config, experts, (hidden, heads), "output", f"{prefix}.input_linear")
         self.output_linear = _experts(config, experts, (heads, hidden), "input", f"{prefix}.output_linear")
@@ -168,7 +168,7 @@ class MixtureOfAttention(Module):
         """Ignore the declaration: x has several readers here, so it cannot arrive quantized."""
 
     def apply_shard(self, shard: Shard) -> None:
-        own = Span(self.heads[0]).piece(shard, self.attn.name)
+        own = ShardSpan(self.heads[0]).piece(shard, self.attn.name)
         self.heads = length(own), self.heads[1]
 
     def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
@@ -195,7 +195,11 @@ class MixtureOfAttention(Module):
 
 
 def _experts(
-    config: EngineConfig, experts: ExpertsArch, sizes: tuple[Span, Span], partition: Partition, name: str
+    config: EngineConfig,
+    experts: ExpertsArch,
+    sizes: tuple[ShardSpan, ShardSpan],
+    partition: Partition,
+    name: str,
 ) -> nn.ModuleList:
     """Return one linear layer per expert, of the given (inputs, outputs)."""
     members = nn.ModuleList()
@@ -227,7 +231,7 @@ class SharedKVAttention(Module):
         self, *, config: EngineConfig, prefix: str, source: Attention, rotary: RotaryEmbedding | None
     ) -> None:
         super().__init__()
-        arch, heads = config.arch, Span(config.arch.num_heads, config.arch.head_dim)
+        arch, heads = config.arch, ShardSpan(config.arch.num_heads, config.arch.head_dim)
         self.q_proj = Linear(
             in_features=arch.hidden_size,
             out_features=heads.size,

@@ -61,7 +61,7 @@ WHOLE = Shard()
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ShardSpan:
     """Outputs that are sharded together: `units` of `unit` each, such as heads, which are never split.
 
     `replicated` units may be fewer than the ranks, several of which then hold the same one. With `uneven` the last rank

@@ -20,7 +20,7 @@ from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.linear import LayerTurns, Linear, QKVLinear
 from quire.layers.norm import RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import Partition, Span
+from quire.layers.shard import Partition, ShardSpan
 from quire.layers.step import StepContext
 
 
@@ -28,7 +28,13 @@ class Adapters(nn.ModuleDict):
     """Low-rank adapters of one weight, one per turn (Hu et al., 2021, arXiv:2106.09685)."""
 
     def __init__(
-        self, *, config: EngineConfig, prefix: str, turns: Sequence[int], inputs: int, spans: Sequence[Span]
+        self,
+        *,
+        config: EngineConfig,
+        prefix: str,
+        turns: Sequence[int],
+        inputs: int,
+        spans: Sequence[ShardSpan],
     ) -> None:
         own = shared_blocks_of(config)
         rank = own.adapter_rank
@@ -36,7 +42,7 @@ class Adapters(nn.ModuleDict):
             {
                 str(turn): nn.ModuleList(
                     (
-                        span_linear(config, f"{prefix}.{turn}.0", inputs, (Span(rank),), "whole"),
+                        span_linear(config, f"{prefix}.{turn}.0", inputs, (ShardSpan(rank),), "whole"),
                         span_linear(config, f"{prefix}.{turn}.1", rank, spans, "output"),
                     )
                 )
@@ -82,10 +88,10 @@ class SharedAttention(Module):
             dtype=model_dtype(config),
             name=f"{prefix}.qkv_proj",
         )
-        self.o_proj = span_linear(config, f"{prefix}.o_proj", wide, (Span(arch.hidden_size),), "input")
+        self.o_proj = span_linear(config, f"{prefix}.o_proj", wide, (ShardSpan(arch.hidden_size),), "input")
         self.adapters: list[Adapters] = []
         for part in "qkv" if shared_blocks_of(config).adapts_attention else "":
-            name, span = f"linear_{part}_adapter_list", Span(heads, arch.head_dim)
+            name, span = f"linear_{part}_adapter_list", ShardSpan(heads, arch.head_dim)
             adapters = Adapters(
                 config=config, prefix=f"{prefix}.{name}", turns=turns, inputs=wide, spans=(span,)
             )
@@ -128,7 +134,7 @@ class SharedMLP(Module):
     def __init__(self, *, config: EngineConfig, prefix: str, turns: Sequence[int]) -> None:
         super().__init__()
         arch, bias = config.arch, config.arch.mlp_bias
-        hidden, inner = Span(arch.hidden_size), Span(arch.intermediate_size)
+        hidden, inner = ShardSpan(arch.hidden_size), ShardSpan(arch.intermediate_size)
         self.gate_up_proj = span_linear(
             config, f"{prefix}.gate_up_proj", hidden.size, (inner, inner), "output", bias
         )
@@ -205,7 +211,7 @@ def span_linear(
     config: EngineConfig,
     name: str,
     inputs: int,
-    spans: Sequence[Span],
+    spans: Sequence[ShardSpan],
     partition: Partition,
     bias: bool = False,
 ) -> Linear:

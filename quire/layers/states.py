@@ -19,7 +19,7 @@ from quire.kernels.attention_metadata import StateMetadata
 from quire.kv_cache.spec import KVCacheSpec, RecurrentStateSpec
 from quire.layers.base import Module, activation_dtype, device_type
 from quire.layers.kv_cache import cache_planes
-from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.shard import WHOLE, Shard, ShardSpan
 from quire.layers.slot import length
 from quire.layers.step import StepContext
 
@@ -31,7 +31,7 @@ of
 tokens, so more checkpoints would cost more than the attention that they replace.
 """
 
-Shape = Sequence[int | tuple[Span, ...]]
+Shape = Sequence[int | tuple[ShardSpan, ...]]
 """Shape of a part of a state; a sharded size is given as the spans that make it up."""
 
 
@@ -58,7 +58,7 @@ class StateCache(Module):
         self.shapes = self._cut_for(shard)
 
     def _cut_for(self, shard: Shard) -> tuple[tuple[int, ...], ...]:
-        def size(of: int | tuple[Span, ...]) -> int:
+        def size(of: int | tuple[ShardSpan, ...]) -> int:
             return of if isinstance(of, int) else sum(length(span.piece(shard, self.name)) for span in of)
 
         return tuple(tuple(map(size, part)) for part in self.parts)

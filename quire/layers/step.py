@@ -48,6 +48,8 @@ class StepContext:
     encoded_lens: Tensor | None = None
     """[R] int32: rows of the encoder's output of each request, for cross-attention. None: the model has no encoder, or
     nothing is encoded."""
+    encoded_rows: Tensor | None = None
+    """[T] int64: request of each row, if all rows are tokens behind encoders' outputs of any length; else None."""
 
     def metadata(self, group_id: int, kind: type[Kind]) -> Kind:
         """Return the metadata of a group, which must be of the given kind."""

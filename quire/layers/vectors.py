@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.layers.base import Layer, activation_dtype, parameter
-from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.shard import WHOLE, Shard, ShardSpan
 from quire.layers.slot import Init, Slot, TensorPart, length
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Vector:
+class LayerVector:
     """One of a layer's vectors."""
 
     attribute: str
@@ -39,10 +39,10 @@ class VectorLayer(Layer):
     With `beside` the checkpoint stores them next to a module of this layer's name instead of in it.
     """
 
-    vectors: tuple[Vector, ...] = ()
+    vectors: tuple[LayerVector, ...] = ()
 
     def __init__(
-        self, span: Span, *, dtype: torch.dtype = torch.float32, beside: bool = False, name: str = ""
+        self, span: ShardSpan, *, dtype: torch.dtype = torch.float32, beside: bool = False, name: str = ""
     ) -> None:
         super().__init__(name)
         self.span, self.dtype, self.beside = span, dtype, beside
@@ -61,7 +61,7 @@ class VectorLayer(Layer):
             target = getattr(self, vector.attribute)
             yield stored, Slot(target, vector.init, self._part(vector), convert=vector.convert)
 
-    def _part(self, vector: Vector) -> TensorPart:
+    def _part(self, vector: LayerVector) -> TensorPart:
         size, (before, behind) = self.span.size * vector.unit, vector.around
         own = slice(self.own.start * vector.unit, self.own.stop * vector.unit)
         return TensorPart((size,), (slice(0, size),), (own,), (*[1] * before, size, *[1] * behind))
@@ -70,11 +70,11 @@ class VectorLayer(Layer):
 class OutBias(VectorLayer):
     """Bias added to a block's summed output, whole on each rank."""
 
-    vectors = (Vector("bias", "bias"),)
+    vectors = (LayerVector("bias", "bias"),)
     bias: Tensor
 
     def __init__(self, *, config: EngineConfig, name: str) -> None:
-        size = Span(1, config.arch.hidden_size, replicated=True)
+        size = ShardSpan(1, config.arch.hidden_size, replicated=True)
         super().__init__(size, dtype=activation_dtype(config), beside=True, name=name)
 
     def forward(self, x: Tensor) -> Tensor:

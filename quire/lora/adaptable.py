@@ -17,12 +17,12 @@ from quire.kernels.lora import LoraStacks, SlotMemory
 from quire.layers.adapter_rows import AdapterEmbeddingRows, AdapterOutputRows
 from quire.layers.base import Layer
 from quire.layers.embedding import HeadAdapters, TableAdapters, VocabEmbedding
+from quire.layers.head import HeadLinear
 from quire.layers.linear import LayerTurns, Linear
 from quire.layers.matrix import ModuleRows
 from quire.layers.norm import PerHeadLinear
 from quire.layers.slot import length
 from quire.models.base import CausalLM, Uncut
-from quire.pooling.pooler import HeadLinear
 
 
 @dataclass(frozen=True, slots=True)

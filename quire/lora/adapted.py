@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.lora.targets import Target
+from quire.lora.targets import AdapterTarget
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo
 
@@ -34,7 +34,7 @@ TABLES: tuple[Kind, ...] = (
 class AdaptedModule:
     """Tensors of one module: a scaled product, biases, rows of tokens, or some of these."""
 
-    target: Target
+    target: AdapterTarget
     tensors: Mapping[Kind, TensorInfo]
     rank: int
     """Rank of the product; 0: there is none."""

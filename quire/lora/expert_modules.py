@@ -17,14 +17,14 @@ from torch import Tensor
 from quire.layers.slot import FLOATS
 from quire.lora.adapted import AdaptedModule, Kind, tensor_error
 from quire.lora.peft_config import PeftConfig
-from quire.lora.targets import ExpertWeights, Target, Targets
+from quire.lora.targets import AdapterTarget, ExpertTarget, Targets
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo
 
 _WRAPPED = ".base_layer"  # suffix of a module's name where PEFT adapts several of its parameters
 
 
-def find_experts(name: str, targets: Targets) -> Mapping[str, ExpertWeights] | None:
+def find_experts(name: str, targets: Targets) -> Mapping[str, ExpertTarget] | None:
     """Return the expert weights, by name, that a module of the file stands for; None if it is none."""
     return targets.find_experts(name.removesuffix(_WRAPPED))
 
@@ -34,7 +34,7 @@ def expert_modules(
     config: PeftConfig,
     name: str,
     tensors: Mapping[Kind, TensorInfo],
-    experts: Mapping[str, ExpertWeights],
+    experts: Mapping[str, ExpertTarget],
     max_rank: int,
 ) -> Iterator[AdaptedModule]:
     """Yield the part of the file's module of each expert.
@@ -89,9 +89,9 @@ class _ExpertMatch:
     file: SafetensorsFile
     a: TensorInfo
     b: TensorInfo
-    experts: Mapping[str, ExpertWeights]
+    experts: Mapping[str, ExpertTarget]
 
-    def found(self) -> tuple[str, ExpertWeights, bool]:
+    def found(self) -> tuple[str, ExpertTarget, bool]:
         """Return its name, the weights, and whether inputs and outputs are swapped."""
         ways = [
             (parameter, matrices, is_swapped)
@@ -110,7 +110,7 @@ class _ExpertMatch:
             self.file, self.a, f"{problem}; the model has {count} experts with weights {sizes}"
         )
 
-    def _fits(self, target: Target, count: int, is_swapped: bool) -> bool:
+    def _fits(self, target: AdapterTarget, count: int, is_swapped: bool) -> bool:
         inputs, outputs = (target.inputs, target.outputs)[:: -1 if is_swapped else 1]
         ranks = self.a.shape[0]
         return ranks % count == 0 < ranks and (self.a.shape, self.b.shape) == (

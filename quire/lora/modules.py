@@ -20,7 +20,7 @@ from quire.layers.slot import FLOATS
 from quire.lora.adapted import TABLES, AdaptedModule, Kind, tensor_error
 from quire.lora.expert_modules import expert_modules, find_experts
 from quire.lora.peft_config import PeftConfig
-from quire.lora.targets import Target, Targets
+from quire.lora.targets import AdapterTarget, Targets
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo
 
@@ -181,7 +181,7 @@ class _Checked:
         scale = self.config.scale_of(self.name, rank) if rank else 0.0
         return AdaptedModule(target, self.tensors, rank, scale, tokens)
 
-    def _target(self) -> Target:
+    def _target(self) -> AdapterTarget:
         target = self.targets.modules.get(self.name)
         if target is None:
             problem = f"is for {self.name}, which adapters cannot change"
@@ -191,7 +191,7 @@ class _Checked:
         self._check_kind(target)
         return target
 
-    def _check_kind(self, target: Target) -> None:
+    def _check_kind(self, target: AdapterTarget) -> None:
         """Check that the kinds match: tables have kinds of their own and no known column norms."""
         for kind, info in self.tensors.items():
             if kind not in (*TABLES, "magnitude") and info.name.endswith(_OF_TABLES) != target.is_table:
@@ -236,7 +236,7 @@ class _Checked:
                 self.file, self.tensors["a"], f"has rank {rank}, {self.config.where} says {said}"
             )
 
-    def _check_tokens(self, tokens: Sequence[int], target: Target) -> None:
+    def _check_tokens(self, tokens: Sequence[int], target: AdapterTarget) -> None:
         known = target.inputs if target.is_table else target.outputs
         outside = [token for token in tokens if token >= known + self.max_added]
         if outside:
@@ -256,7 +256,7 @@ class _Checked:
             raise tensor_error(self.file, info, f"has shape {list(info.shape)}; {implied}")
 
 
-def _shapes(target: Target, rank: int, num_tokens: int) -> dict[Kind, tuple[int, ...]]:
+def _shapes(target: AdapterTarget, rank: int, num_tokens: int) -> dict[Kind, tuple[int, ...]]:
     """Return the shapes of all kinds but those of [outputs]."""
     table, size = (target.outputs, target.inputs)[:: -1 if target.is_table else 1]
     return {

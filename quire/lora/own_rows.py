@@ -22,7 +22,7 @@ from quire.layers.adapter_rows import AdapterTokenRows
 from quire.layers.embedding import VocabEmbedding
 from quire.lora.adapted import TABLES, AdaptedModule, tensor_error
 from quire.lora.row_marks import marks_of
-from quire.lora.targets import Target, Targets
+from quire.lora.targets import AdapterTarget, Targets
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo
 
@@ -133,7 +133,7 @@ def count_added(file: SafetensorsFile, rows: Mapping[int, AdapterTokenRows], tar
     return count
 
 
-def _added(rows: Mapping[int, AdapterTokenRows], targets: Targets, target: Target) -> list[int]:
+def _added(rows: Mapping[int, AdapterTokenRows], targets: Targets, target: AdapterTarget) -> list[int]:
     """Return the offsets of a module's rows after its last own row."""
     index = target.places[0].layer
     size = target.inputs if target.is_table else target.outputs

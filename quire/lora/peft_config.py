@@ -11,16 +11,21 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from math import sqrt
 from pathlib import Path
 
 from quire.config import ASSETS
-from quire.errors import ModelLoadError
+from quire.config.model import LoRAConfig
+from quire.errors import ModelLoadError, ValidationError
+from quire.lora_request import LoRARequest
+from quire.models.bounded_directory import user_cache
+from quire.models.checkpoint_files import TEMPLATE_FOLDER
+from quire.models.file_digests import FileDigests
 from quire.models.fingerprint import files_fingerprint
 from quire.models.json_object import JsonObject, read_json_object
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
-TEMPLATES_NAME = "additional_chat_templates"
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -28,7 +33,7 @@ TEXT_FILES = (
     "added_tokens.json",
     "chat_template.json",
     "chat_template.jinja",
-    TEMPLATES_NAME,
+    TEMPLATE_FOLDER,
 )
 """Tokenizer and chat template files that an adapter may have."""
 BUNDLED_ADAPTERS = ("quire-demo-pirate", "quire-demo-json")
@@ -50,6 +55,40 @@ def adapter_fingerprint(directory: Path) -> str:
     return files_fingerprint(files).hex() if files else ""
 
 
+def adapter_content(directory: Path, settings: LoRAConfig) -> str:
+    """Return a digest over an adapter's files and the options that move its bits; empty: files are missing.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    paths = [directory / CONFIG_NAME, directory / WEIGHTS_NAME]
+    if not all(path.is_file() for path in paths):
+        return ""
+    digests = FileDigests(user_cache())
+    parts = [settings.lora_dtype, str(settings.max_lora_rank), *map(digests.digest_of, paths)]
+    return sha256("\n".join(parts).encode()).hexdigest()[:CONTENT_DIGITS]
+
+
+def adapter_request(name: str, number: int, path: str) -> LoRARequest:
+    """Return the request for an adapter as it is on disk now: with an absolute path and a fingerprint of its files.
+
+    Raises:
+        ValidationError: the path is relative and the working directory was deleted, or the path cannot be read.
+    """
+    try:
+        directory = directory_of(path).absolute()
+        fingerprint = adapter_fingerprint(directory)
+    except FileNotFoundError:
+        raise ValidationError(
+            "lora_path is relative to the server's working directory, which was deleted; give an absolute path",
+            param="lora_path",
+        ) from None
+    except OSError as error:  # a name too long, a directory of another user
+        raise ValidationError(f"lora_path cannot be read: {error.strerror}", param="lora_path") from None
+    return LoRARequest(name, number, str(directory), fingerprint)
+
+
+CONTENT_DIGITS = 32
 MAX_FILE_RANK = 4096
 
 _OF_TRAINING = frozenset(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from quire.errors import EngineError
 from quire.lora.store import AdapterSlots, AdapterStore
 from quire.lora_request import LoRARequest
+from quire.scheduler.output import NewRequestData
 
 
 class RowAdapters:
@@ -34,13 +35,14 @@ class RowAdapters:
         self.add_tokens = False
         """True once any row has had an adapter with added tokens."""
 
-    def add_request(self, row: int, request: LoRARequest | None) -> None:
-        """Assign a row to a request with this adapter.
+    def add_request(self, row: int, request: NewRequestData) -> None:
+        """Assign a row to a request, with or without an adapter.
 
         Raises:
             EngineError: rows need more adapters than there are slots.
         """
-        self._of_rows[row] = -1 if request is None else self._slot(request)
+        adapter = request.lora_request
+        self._of_rows[row] = -1 if adapter is None else self._slot(adapter)
         self._num_added[row] = added = self.num_added_of(request)
         self.add_tokens |= added > 0
 
@@ -52,9 +54,10 @@ class RowAdapters:
         """Return the number of added tokens of each of these rows."""
         return self._num_added[rows]
 
-    def num_added_of(self, request: LoRARequest | None) -> int:
-        """Return the number of tokens that an adapter adds; the store has it."""
-        return 0 if request is None else self._store.get(request).num_added
+    def num_added_of(self, request: NewRequestData) -> int:
+        """Return the number of tokens that a request's adapter adds; the store has it."""
+        adapter = request.lora_request
+        return 0 if adapter is None else self._store.get(adapter).num_added
 
     def slots_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32] | None:
         """Return the slot of each row, negative without an adapter; None if no row has one."""

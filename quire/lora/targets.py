@@ -42,7 +42,7 @@ class OutputPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class AdapterTarget:
     """Module of the checkpoint, [outputs, inputs], and the places of its outputs."""
 
     outputs: int
@@ -63,10 +63,10 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertWeights:
+class ExpertTarget:
     """One weight of each expert of a layer, gate above up, which transformers stores as one parameter."""
 
-    targets: tuple[Target, ...]
+    targets: tuple[AdapterTarget, ...]
     interleaved: bool
     """True if gate and up outputs alternate in the parameter."""
     is_transposed: bool
@@ -93,7 +93,7 @@ class Targets:
         for index, (names, stored, own) in enumerate(found):
             for place in (*_places(index, names, own), *_places(index, _other(stored, names), own)):
                 places.setdefault(place.piece.name, []).append(place)
-        self.modules: Mapping[str, Target] = {
+        self.modules: Mapping[str, AdapterTarget] = {
             name: self._target(of) for name, of in places.items() if self._makes_all(of)
         }
         self._idle = frozenset(_idle_modules(found))
@@ -106,7 +106,7 @@ class Targets:
         """Marks of all rows of each table that is sharded over ranks."""
         self._experts = _expert_weights(model.config.arch.experts, found)
 
-    def find_experts(self, module: str) -> Mapping[str, ExpertWeights] | None:
+    def find_experts(self, module: str) -> Mapping[str, ExpertTarget] | None:
         """Return the expert weights, by name, of a layer's experts by transformers' name; None if it is none.
 
         A layer has one set of experts; the module around them has had several names.
@@ -137,10 +137,10 @@ class Targets:
         own = tensor if self._part_of is None else self._part_of.name_alone(tensor)
         return any(re.search(pattern, own) for pattern in self._unused)
 
-    def _target(self, places: Sequence[OutputPlace]) -> Target:
+    def _target(self, places: Sequence[OutputPlace]) -> AdapterTarget:
         own = self.layers[places[0].layer]
         has_rows = isinstance(own.layer, VocabEmbedding)
-        return Target(
+        return AdapterTarget(
             places[0].piece.num_rows,
             own.inputs,
             tuple(places),
@@ -167,7 +167,7 @@ class Targets:
             made[key] = made.get(key, 0) + length(place.piece.region)
         return {*made.values()} == {places[0].piece.num_rows}
 
-    def has_bias(self, target: Target) -> bool:
+    def has_bias(self, target: AdapterTarget) -> bool:
         """Return whether all layers that compute a module's outputs add a bias."""
         layers = [self.layers[place.layer] for place in target.places]
         return all(own.layer.has_bias and not own.is_table for own in layers)
@@ -202,9 +202,9 @@ def _places(index: int, names: Sequence[str], own: Adaptable) -> list[OutputPlac
 
 def _expert_weights(
     arch: ExpertsArch | None, found: Sequence[tuple[list[str], list[str], Adaptable]]
-) -> Mapping[str, Mapping[str, ExpertWeights]]:
+) -> Mapping[str, Mapping[str, ExpertTarget]]:
     """Return the expert weights of each layer, by its number."""
-    targets: dict[str, dict[str, list[Target]]] = {}
+    targets: dict[str, dict[str, list[AdapterTarget]]] = {}
     for index, (_, _, own) in enumerate(found):
         if isinstance(own, AdaptableExpert):
             experts, _, matrix = own.layer.name.rsplit(".", 2)
@@ -212,7 +212,7 @@ def _expert_weights(
             assert match is not None, experts
             pieces = own.layer.pieces_of(own.layer.name, range(len(own.parts)))
             places = tuple(OutputPlace(index, part, piece) for part, piece in enumerate(pieces))
-            target = Target(places[0].piece.num_rows, own.inputs, places, False, False, "", True)
+            target = AdapterTarget(places[0].piece.num_rows, own.inputs, places, False, False, "", True)
             targets.setdefault(match[1], {}).setdefault(matrix, []).append(target)
     alternates = arch is not None and arch.alternates
     # Where they alternate, transformers declares the transposition.
@@ -221,7 +221,7 @@ def _expert_weights(
     )
     return {
         layer: {
-            matrix: ExpertWeights(tuple(of), alternates and matrix == "gate_up_proj", is_transposed)
+            matrix: ExpertTarget(tuple(of), alternates and matrix == "gate_up_proj", is_transposed)
             for matrix, of in matrices.items()
         }
         for layer, matrices in targets.items()

@@ -11,15 +11,51 @@ import copy
 import filecmp
 from pathlib import Path
 
+from quire.config import EngineConfig
 from quire.engine.added_tokens import TokenizerSettings, read_settings
 from quire.engine.tokenizer import Tokenizer
+from quire.engine.tokenizer_cache import TokenizerContext
 from quire.engine.tokenizer_files import (
     TOKENIZER_NAME,
     read_backend,
     read_chat_templates,
 )
-from quire.errors import ModelLoadError
+from quire.errors import ModelLoadError, StartupError, ValidationError
+from quire.lora.peft_config import directory_of
+from quire.lora_request import LoRARequest
 from quire.models.checkpoint_files import has_file
+
+
+def adapter_context(config: EngineConfig, model: TokenizerContext, adapter: LoRARequest) -> TokenizerContext:
+    """Return the tokenizer context of an adapter; the model's if its files change nothing.
+
+    Raises:
+        ValidationError: the adapter's tokenizer does not fit the model's; names the file.
+    """
+    tokenizer, directory = model.tokenizer, directory_of(adapter.lora_path)
+    assert tokenizer is not None, "adapters need the model's tokenizer"
+    try:
+        vocab_size = config.arch.vocab_size
+        own = own_tokenizer(tokenizer, directory, vocab_size + config.max_added_tokens)
+        if config.pooling is not None:
+            return _of_pooling(own, model)
+        if own is tokenizer:
+            return model
+        return TokenizerContext.create(config, own, max(vocab_size, own.num_ids))
+    except StartupError as error:
+        problem = str(error).replace(f"{directory}/", "")  # clients must not see its path
+        raise ValidationError(f"adapter {adapter.lora_name!r}: {problem}", param="lora_request") from None
+    except OSError as error:  # invalid path
+        problem = error.strerror or "its files cannot be read"
+        raise ValidationError(f"adapter {adapter.lora_name!r}: {problem}", param="lora_request") from None
+
+
+def _of_pooling(own: Tokenizer, model: TokenizerContext) -> TokenizerContext:
+    """Return the model's context, which also tokenizes the adapters' texts for pooling."""
+    assert model.tokenizer is not None
+    if own.vocab_size > model.tokenizer.vocab_size:
+        raise ModelLoadError(f"{own.file}: adds tokens, which adapters of a pooling model cannot")
+    return model
 
 
 def own_tokenizer(model: Tokenizer, directory: Path, max_ids: int) -> Tokenizer:

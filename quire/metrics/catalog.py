@@ -251,6 +251,9 @@ METRICS = (
     MetricInfo("counter", "kv_store_corrupt_blocks", "Stored blocks that were damaged.", vllm=None),
     MetricInfo("counter", "kv_store_evicted_blocks", "Blocks evicted from the store.", vllm=None),
     MetricInfo("counter", "kv_store_timeouts", "Requests that stopped waiting for the store.", vllm=None),
+    MetricInfo(
+        "counter", "kv_store_reloads", "Preempted requests that loaded their prefix again.", vllm=None
+    ),
     MetricInfo("counter", "kv_transfer_offers", "Requests whose blocks were offered to a peer.", vllm=None),
     MetricInfo("counter", "kv_transfer_offered_blocks", "Blocks that were kept for a peer.", vllm=None),
     MetricInfo(
@@ -261,6 +264,8 @@ METRICS = (
         "counter", "kv_transfer_failed_pulls", "Of these, computed in part or whole after all.", vllm=None
     ),
     MetricInfo("counter", "kv_transfer_pulled_blocks", "Blocks loaded from a peer.", vllm=None),
+    MetricInfo("gauge", "kv_transfer_leases", "Leases under which blocks are kept for peers.", vllm=None),
+    MetricInfo("gauge", "kv_transfer_oldest_lease_seconds", "Age of the oldest of them.", vllm=None),
     MetricInfo(
         "gauge", "encoder_cache_usage_perc", "Fraction of --encoder-cache-gb in use, 1 is all.", vllm=None
     ),

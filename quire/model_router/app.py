@@ -31,9 +31,7 @@ from quire import __version__
 from quire.config import ModelRouterConfig, ServerConfig
 from quire.entrypoints.anthropic.messages import limit_of, model_of, page_of
 from quire.entrypoints.ollama.models import FOREVER, OLLAMA_VERSION
-from quire.entrypoints.ollama.protocol import Details, ListedModel
-from quire.entrypoints.ollama.protocol import ModelList as OllamaModels
-from quire.entrypoints.ollama.protocol import Version as OllamaVersion
+from quire.entrypoints.ollama.protocol import Details, ListedModel, OllamaModelList, OllamaVersion
 from quire.entrypoints.openai.errors import (
     ANTHROPIC_REQUEST_ID,
     ANTHROPIC_VERSION,
@@ -65,7 +63,7 @@ from quire.metrics.logging import LostLinesCollector
 from quire.model_router.access import Access
 from quire.model_router.forwarding import Forwarder
 from quire.model_router.models_file import ModelEntry
-from quire.model_router.planner import ModelState, Status
+from quire.model_router.planner import ModelPhase, ModelState
 from quire.model_router.requests import entry_of
 from quire.model_router.router import ModelRouter
 from quire.plugins import import_place
@@ -73,10 +71,10 @@ from quire.plugins import import_place
 CREATED = int(time.time())
 KEEP_ALIVE_S = 15.0  # Silence after which the stream of events gets a comment.
 SHOWN = {
-    Status.FAILED: "unloaded",
-    Status.WAKING: "loading",
-    Status.SUSPENDING: "sleeping",
-    Status.UNLOADING: "unloaded",
+    ModelPhase.FAILED: "unloaded",
+    ModelPhase.WAKING: "loading",
+    ModelPhase.SUSPENDING: "sleeping",
+    ModelPhase.UNLOADING: "unloaded",
 }  # States that llama.cpp's clients do not know -> the ones that they do.
 
 
@@ -115,7 +113,7 @@ class Success(msgspec.Struct):
     success: bool = True
 
 
-class FrontPage(msgspec.Struct):
+class RouterFrontPage(msgspec.Struct):
     quire: str
     models: list[str]
 
@@ -281,7 +279,7 @@ class RouterApp:
                 if name in names:
                     yield self._event(name, status)
 
-    def _event(self, name: str, status: Status) -> bytes:
+    def _event(self, name: str, status: ModelPhase) -> bytes:
         event = ModelEvent(name, "model_status", self._status(self.router.state(name), status))
         return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
@@ -312,8 +310,8 @@ class RouterApp:
             id=name, root=entry.name, aliases=aliases, status=self._status(state, state.status)
         )
 
-    def _status(self, state: ModelState, status: Status) -> ModelStatus:
-        has_failed = status is Status.FAILED
+    def _status(self, state: ModelState, status: ModelPhase) -> ModelStatus:
+        has_failed = status is ModelPhase.FAILED
         return ModelStatus(
             value=SHOWN.get(status, status.value),
             state=status.value,
@@ -334,7 +332,7 @@ class RouterApp:
         """List all models and aliases."""
         entries = self._visible(request)
         listed = [self._listed(entry, name) for entry in entries for name in (entry.name, *entry.other_names)]
-        return json_response(OllamaModels(listed))
+        return json_response(OllamaModelList(listed))
 
     async def processes(self, request: Request) -> Response:
         """List the models in memory, with their sizes and the times at which they are unloaded."""
@@ -346,7 +344,7 @@ class RouterApp:
                 model.expires_at, model.size_vram = _expiry(state), 0
                 model.context_length = self._context_of(entry)
                 listed.append(model)
-        return json_response(OllamaModels(listed))
+        return json_response(OllamaModelList(listed))
 
     async def ollama_version(self, request: Request) -> Response:
         return json_response(OllamaVersion(OLLAMA_VERSION, __version__))
@@ -365,7 +363,7 @@ class RouterApp:
     # The server
 
     async def front(self, request: Request) -> Response:
-        return json_response(FrontPage(__version__, [entry.name for entry in self._visible(request)]))
+        return json_response(RouterFrontPage(__version__, [entry.name for entry in self._visible(request)]))
 
     async def version(self, request: Request) -> Response:
         return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")

@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from quire.metrics.catalog import BY_NAME, PREFIX, make_family
-from quire.model_router.planner import Planner, Status
+from quire.model_router.planner import ModelPhase, RouterPlanner
 
 MODEL = ("model_name",)
 
@@ -25,7 +25,7 @@ class RouterMetrics:
         self._refusals = make_family("router_refusals", registry)
         self._waits = make_family("router_wait_seconds", registry)
 
-    def watch(self, planner: Planner) -> None:
+    def watch(self, planner: RouterPlanner) -> None:
         """Show a planner's states."""
         self._registry.register(_States(planner))
 
@@ -48,7 +48,7 @@ class RouterMetrics:
 class _States(Collector):
     """Gauges of a planner's states."""
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: RouterPlanner) -> None:
         self._planner = planner
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -57,7 +57,7 @@ class _States(Collector):
         waiting, running = _gauge("router_requests_waiting", MODEL), _gauge("router_requests_running", MODEL)
         memory = _gauge("router_model_memory_bytes", MODEL)
         for state in states:
-            for one in Status:
+            for one in ModelPhase:
                 status.add_metric([state.name, one.value], float(state.status is one))
             waiting.add_metric([state.name], len(state.waiting))
             running.add_metric([state.name], len(state.running))

@@ -104,7 +104,7 @@ def read_models(
     keep_alive_s = _seconds(config.models_keep_alive)
     if path.is_dir():
         return _read_directory(path, keep_alive_s, check_options, inherited)
-    return _File(path, keep_alive_s, check_options, inherited).read()
+    return _YamlFile(path, keep_alive_s, check_options, inherited).read()
 
 
 def _seconds(number: float) -> float:
@@ -161,7 +161,7 @@ def _is_model(path: Path) -> bool:
     return path.suffix == ".gguf" and is_first_part(path.name)
 
 
-class _File:
+class _YamlFile:
     """One YAML file, with the lines of its keys."""
 
     def __init__(

@@ -31,7 +31,7 @@ POLL_S = 0.5  # Interval of looking for memory that other programs may give back
 MAX_RETRY_AFTER_S = 60
 
 
-class Status(StrEnum):
+class ModelPhase(StrEnum):
     """State of a model."""
 
     UNLOADED = "unloaded"
@@ -44,7 +44,7 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
-CHANGING = {Status.LOADING, Status.SUSPENDING, Status.WAKING, Status.UNLOADING}
+CHANGING = {ModelPhase.LOADING, ModelPhase.SUSPENDING, ModelPhase.WAKING, ModelPhase.UNLOADING}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadModel:
     """Load a model, and call `ready`, or `failed` when its processes have ended."""
 
     model: str
@@ -134,7 +134,7 @@ class Refuse:
     error: QuireError
 
 
-Action = Measure | Load | Unload | Suspend | Wake | Admit | Refuse
+Action = Measure | LoadModel | Unload | Suspend | Wake | Admit | Refuse
 
 
 @dataclass(eq=False)
@@ -157,7 +157,7 @@ class ModelState:
 
     name: str
     rules: ModelRules
-    status: Status = Status.UNLOADED
+    status: ModelPhase = ModelPhase.UNLOADED
     size: Size | None = None
     is_measuring: bool = False
     waiting: dict[int, float] = field(default_factory=dict)
@@ -174,19 +174,19 @@ class ModelState:
     @property
     def charged_bytes(self) -> int:
         """Bytes of memory that count as taken by this model."""
-        if self.size is None or self.status in (Status.UNLOADED, Status.FAILED):
+        if self.size is None or self.status in (ModelPhase.UNLOADED, ModelPhase.FAILED):
             return 0
-        is_small = self.status is Status.SLEEPING
+        is_small = self.status is ModelPhase.SLEEPING
         return self.size.asleep_bytes if is_small else self.size.needed_bytes
 
     @property
     def has_processes(self) -> bool:
-        return self.status not in (Status.UNLOADED, Status.FAILED)
+        return self.status not in (ModelPhase.UNLOADED, ModelPhase.FAILED)
 
     @property
     def is_idle(self) -> bool:
         """True if it is in memory, and no request uses it."""
-        return self.status in (Status.LOADED, Status.SLEEPING) and not self.running
+        return self.status in (ModelPhase.LOADED, ModelPhase.SLEEPING) and not self.running
 
     @property
     def expires_at(self) -> float:
@@ -200,7 +200,7 @@ class ModelState:
         return min([*arrivals, *([] if self.wanted_since is None else [self.wanted_since])], default=math.inf)
 
 
-class Planner:
+class RouterPlanner:
     """Owner of all states; see the module's invariants.
 
     Args:
@@ -239,7 +239,7 @@ class Planner:
                 f"{num_waiting} requests wait for models, which is the limit (--models-max-waiting)",
                 retry_after=self.retry_after(model, now),
             )
-        if not autoload and state.status in (Status.UNLOADED, Status.FAILED, Status.UNLOADING):
+        if not autoload and state.status in (ModelPhase.UNLOADED, ModelPhase.FAILED, ModelPhase.UNLOADING):
             raise UnavailableError(
                 f"the model {model!r} is {state.status}, and this request may not load it; POST /models/load does"
             )
@@ -263,7 +263,7 @@ class Planner:
     def want(self, model: str, now: float) -> None:
         """Ask for a load without a request."""
         state = self.models[model]
-        if state.status is not Status.LOADED and state.wanted_since is None:
+        if state.status is not ModelPhase.LOADED and state.wanted_since is None:
             state.wanted_since = now
             state.retry_at = now
 
@@ -285,21 +285,21 @@ class Planner:
             state.keep_alive_s = state.rules.keep_alive_s
         state.wanted_since = None
         state.last_used, state.is_fresh = now, True
-        self._set(state, Status.LOADED, now)
+        self._set(state, ModelPhase.LOADED, now)
 
     def asleep(self, model: str, now: float) -> None:
         """Record that a model sleeps."""
-        self._set(self.models[model], Status.SLEEPING, now)
+        self._set(self.models[model], ModelPhase.SLEEPING, now)
 
     def cannot_sleep(self, model: str, now: float) -> None:
         """Record that a model serves on, because it cannot sleep."""
         state = self.models[model]
         state.rules = replace(state.rules, sleeps=False)
-        self._set(state, Status.LOADED, now)
+        self._set(state, ModelPhase.LOADED, now)
 
     def ended(self, model: str, now: float) -> None:
         """Record that the processes of an unloaded model have ended, and their memory is back."""
-        self._set(self.models[model], Status.UNLOADED, now)
+        self._set(self.models[model], ModelPhase.UNLOADED, now)
 
     def failed(self, model: str, error: str, now: float) -> None:
         """Record that a model could not be loaded, or died; its processes have ended.
@@ -307,16 +307,16 @@ class Planner:
         The first death of a model that served costs nothing but its requests: the next demand loads it again.
         """
         state = self.models[model]
-        has_served = state.status in (Status.LOADED, Status.SUSPENDING, Status.SLEEPING)
+        has_served = state.status in (ModelPhase.LOADED, ModelPhase.SUSPENDING, ModelPhase.SLEEPING)
         if has_served and now - state.since > STABLE_S:
             state.num_failures = 0
         state.num_failures += 1
         state.error, state.is_measuring, state.wanted_since = error, False, None
         if has_served and state.num_failures == 1:
-            self._set(state, Status.UNLOADED, now)
+            self._set(state, ModelPhase.UNLOADED, now)
             return
         state.retry_at = now + min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (state.num_failures - 1))
-        self._set(state, Status.FAILED, now)
+        self._set(state, ModelPhase.FAILED, now)
 
     def drain(self) -> None:
         """Refuse all that wait, and all later requests; load nothing more."""
@@ -356,7 +356,7 @@ class Planner:
     def retry_after(self, model: str, now: float) -> int:
         """Return seconds after which a refused client may try again, by what the model still waits for."""
         state = self.models[model]
-        if state.status is Status.FAILED:
+        if state.status is ModelPhase.FAILED:
             return max(1, math.ceil(state.retry_at - now))
         ahead = sum(1 for other in self._wanted() if other.first_wanted < state.first_wanted)
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil((ahead + 1) * max(1.0, self.limits.turn_s / 2))))
@@ -371,7 +371,7 @@ class Planner:
         """Memory charged to all models, in bytes."""
         return sum(state.charged_bytes for state in self.models.values())
 
-    def _set(self, state: ModelState, status: Status, now: float) -> None:
+    def _set(self, state: ModelState, status: ModelPhase, now: float) -> None:
         state.status, state.since = status, now
 
     def _refusals(self, now: float) -> Iterator[Action]:
@@ -382,15 +382,15 @@ class Planner:
                 if error is not None:
                     del state.waiting[request]
                     yield Refuse(request, state.name, error)
-            is_back = state.status is Status.FAILED and now >= state.retry_at
+            is_back = state.status is ModelPhase.FAILED and now >= state.retry_at
             if is_back and (state.waiting or state.wanted_since is not None):
-                self._set(state, Status.UNLOADED, now)
+                self._set(state, ModelPhase.UNLOADED, now)
 
     def _why_not(self, state: ModelState, arrival: float, now: float) -> QuireError | None:
         name, waited = state.name, now - arrival
         if self.is_draining:
             return UnavailableError("the server is shutting down", retry_after=5)
-        if state.status is Status.FAILED and now < state.retry_at:
+        if state.status is ModelPhase.FAILED and now < state.retry_at:
             times = f"failed {state.num_failures} times" if state.num_failures > 1 else "failed"
             wait_s = max(1, math.ceil(state.retry_at - now))
             return UnavailableError(
@@ -428,12 +428,12 @@ class Planner:
         """Unload idle models whose time is over."""
         for state in self.models.values():
             if state.is_idle and not state.waiting and now >= state.expires_at:
-                self._set(state, Status.UNLOADING, now)
+                self._set(state, ModelPhase.UNLOADING, now)
                 yield Unload(state.name)
 
     def _admissions(self) -> Iterator[Action]:
         for state in self.models.values():
-            if state.status is Status.LOADED and state.name not in self._closed:
+            if state.status is ModelPhase.LOADED and state.name not in self._closed:
                 for request in list(state.waiting):
                     del state.waiting[request]
                     state.running.add(request)
@@ -445,7 +445,7 @@ class Planner:
         wanted = [
             state
             for state in self.models.values()
-            if state.first_wanted < math.inf and state.status not in (Status.LOADED, *CHANGING)
+            if state.first_wanted < math.inf and state.status not in (ModelPhase.LOADED, *CHANGING)
         ]
         return sorted(wanted, key=lambda state: state.first_wanted)
 
@@ -457,19 +457,19 @@ class Planner:
                     state.is_measuring = True
                     yield Measure(state.name)
                 continue
-            if state.status is Status.FAILED:
+            if state.status is ModelPhase.FAILED:
                 continue
             if self._too_large(state) is not None:
                 state.wanted_since, state.error = None, str(self._too_large(state))
                 continue
-            is_asleep = state.status is Status.SLEEPING
+            is_asleep = state.status is ModelPhase.SLEEPING
             more_bytes = state.size.needed_bytes - state.charged_bytes
             if not room.fits(more_bytes, 0 if is_asleep else 1):
                 yield from self._make_room(state, more_bytes, 0 if is_asleep else 1, now, room)
                 return
             room.take(more_bytes, 0 if is_asleep else 1)
-            self._set(state, Status.WAKING if is_asleep else Status.LOADING, now)
-            yield Wake(state.name) if is_asleep else Load(state.name)
+            self._set(state, ModelPhase.WAKING if is_asleep else ModelPhase.LOADING, now)
+            yield Wake(state.name) if is_asleep else LoadModel(state.name)
 
     def _make_room(
         self, wanted: ModelState, num_bytes: int, num_places: int, now: float, room: _Room
@@ -479,18 +479,18 @@ class Planner:
         if short_bytes <= 0 and short_places <= 0:
             return  # enough comes back from models that are being unloaded
         idle = sorted(self._evictable(wanted, idle=True), key=lambda state: state.last_used)
-        naps = [state for state in idle if state.rules.sleeps and state.status is Status.LOADED]
+        naps = [state for state in idle if state.rules.sleeps and state.status is ModelPhase.LOADED]
         chosen = _first_that_free(naps, short_bytes, _freed_by_sleep) if short_places <= 0 else None
         if chosen is not None:
             for state in chosen:
-                self._set(state, Status.SUSPENDING, now)
+                self._set(state, ModelPhase.SUSPENDING, now)
                 yield Suspend(state.name)
             return
         chosen = _first_that_free(idle, short_bytes, _freed_by_end, short_places)
         if chosen is None:
             chosen = self._with_closed(wanted, idle, short_bytes, short_places, now)
         for state in chosen:
-            self._set(state, Status.UNLOADING, now)
+            self._set(state, ModelPhase.UNLOADING, now)
             yield Unload(state.name)
 
     def _with_closed(
@@ -515,10 +515,10 @@ class Planner:
     def _evictable(self, wanted: ModelState, *, idle: bool) -> Iterator[ModelState]:
         """Yield the models in memory that may make room: those without requests, or those with requests."""
         for state in self.models.values():
-            is_loaded = state.status in (Status.LOADED, Status.SLEEPING)
+            is_loaded = state.status in (ModelPhase.LOADED, ModelPhase.SLEEPING)
             if state is wanted or state.rules.pinned or not is_loaded:
                 continue
-            is_promised = state.is_fresh and state.status is Status.LOADED and bool(state.waiting)
+            is_promised = state.is_fresh and state.status is ModelPhase.LOADED and bool(state.waiting)
             if idle == (not state.running and not state.waiting) and not is_promised:
                 yield state
 
@@ -526,17 +526,17 @@ class Planner:
 class _Room:
     """Memory and places that are left while one plan is made."""
 
-    def __init__(self, planner: Planner, available_bytes: int) -> None:
+    def __init__(self, planner: RouterPlanner, available_bytes: int) -> None:
         states = planner.models.values()
         limit = planner.limits.max_loaded
         # What loading models will take is not missing yet, in whole or in part.
         coming = sum(map(_coming_bytes, states))
         self._free_bytes = min(planner.limits.memory_bytes - planner.charged_bytes, available_bytes - coming)
         self._free_places = (limit or len(states)) - sum(state.has_processes for state in states)
-        ending = [state for state in states if state.status is Status.UNLOADING]
+        ending = [state for state in states if state.status is ModelPhase.UNLOADING]
         self._returning_places = len(ending)
         self._returning_bytes = sum(map(_freed_by_end, ending)) + sum(
-            _freed_by_sleep(state) for state in states if state.status is Status.SUSPENDING
+            _freed_by_sleep(state) for state in states if state.status is ModelPhase.SUSPENDING
         )
 
     def fits(self, num_bytes: int, num_places: int) -> bool:
@@ -555,9 +555,9 @@ class _Room:
 
 
 def _coming_bytes(state: ModelState) -> int:
-    if state.status is Status.LOADING:
+    if state.status is ModelPhase.LOADING:
         return state.charged_bytes
-    return _freed_by_sleep(state) if state.status is Status.WAKING else 0
+    return _freed_by_sleep(state) if state.status is ModelPhase.WAKING else 0
 
 
 def _freed_by_end(state: ModelState) -> int:

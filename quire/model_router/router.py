@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's owner of models: executes the planner's actions, and gives requests their model's server.
 
-Invariant: single-threaded, one event loop. Every change of a model's state goes through `Planner`; each of its actions
-runs in a task of its own and ends in exactly one report. Only the watcher of a child reports its end.
+Invariant: single-threaded, one event loop. Every change of a model's state goes through `RouterPlanner`; each of its
+actions runs in a task of its own and ends in exactly one report. Only the watcher of a child reports its end.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from quire.model_router.planner import (
     MIB,
     Action,
     Admit,
-    Load,
+    LoadModel,
     Measure,
+    ModelPhase,
     ModelState,
-    Planner,
     Refuse,
-    Status,
+    RouterPlanner,
     Suspend,
     Unload,
     Wake,
@@ -75,7 +75,7 @@ class ModelRouter:
     def __init__(
         self,
         models: Models,
-        planner: Planner,
+        planner: RouterPlanner,
         *,
         start: Starter,
         measure: Callable[[ModelEntry], Estimate],
@@ -100,8 +100,8 @@ class ModelRouter:
         self._tasks: set[asyncio.Task[None]] = set()
         self._measuring: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._subscribers: set[asyncio.Queue[tuple[str, Status]]] = set()
-        self._shown = dict.fromkeys(models.entries, Status.UNLOADED)
+        self._subscribers: set[asyncio.Queue[tuple[str, ModelPhase]]] = set()
+        self._shown = dict.fromkeys(models.entries, ModelPhase.UNLOADED)
         metrics.watch(planner)
 
     # For requests
@@ -142,7 +142,7 @@ class ModelRouter:
 
     def child_of(self, model: str) -> Child | None:
         """Return a model's server if it serves; it may end at any time."""
-        is_loaded = self.planner.models[model].status is Status.LOADED
+        is_loaded = self.planner.models[model].status is ModelPhase.LOADED
         return self._children.get(model) if is_loaded else None
 
     def load(self, model: str) -> None:
@@ -169,9 +169,9 @@ class ModelRouter:
         return self._estimates.get(model)
 
     @asynccontextmanager
-    async def events(self) -> AsyncIterator[asyncio.Queue[tuple[str, Status]]]:
+    async def events(self) -> AsyncIterator[asyncio.Queue[tuple[str, ModelPhase]]]:
         """Subscribe to changes of state; one that is too slow misses some."""
-        events: asyncio.Queue[tuple[str, Status]] = asyncio.Queue(MAX_EVENTS)
+        events: asyncio.Queue[tuple[str, ModelPhase]] = asyncio.Queue(MAX_EVENTS)
         self._subscribers.add(events)
         try:
             yield events
@@ -344,7 +344,7 @@ class ModelRouter:
 
     _WORK: Mapping[type[Action], Callable[[ModelRouter, str], Coroutine[Any, Any, None]]] = {
         Measure: _measure,
-        Load: _load,
+        LoadModel: _load,
         Unload: _unload,
         Suspend: _suspend,
         Wake: _wake,
@@ -376,7 +376,7 @@ class ModelRouter:
         reason = await child.ended()
         reason = self._causes.pop(model, reason)
         del self._children[model]
-        if self.planner.models[model].status is Status.UNLOADING or self.planner.is_draining:
+        if self.planner.models[model].status is ModelPhase.UNLOADING or self.planner.is_draining:
             self.planner.ended(model, time.monotonic())
             self.step()
         else:

@@ -32,7 +32,7 @@ from quire.model_router.flags import server_flags
 from quire.model_router.memory import estimate
 from quire.model_router.metrics import RouterMetrics
 from quire.model_router.models_file import ModelEntry, Models
-from quire.model_router.planner import MIB, ModelRules, Planner, PlannerLimits
+from quire.model_router.planner import MIB, ModelRules, PlannerLimits, RouterPlanner
 from quire.model_router.router import ModelRouter, RouterSettings
 from quire.platforms import Host
 from quire.processes import freeze_garbage
@@ -103,7 +103,7 @@ def make_router(
     )
     return ModelRouter(
         models,
-        Planner({name: rules_of(entry) for name, entry in models.entries.items()}, limits),
+        RouterPlanner({name: rules_of(entry) for name, entry in models.entries.items()}, limits),
         start=starter,
         measure=partial(estimate, limit_bytes=limit_bytes),
         flags=partial(server_flags, config=config),

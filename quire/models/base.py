@@ -5,6 +5,8 @@ Shapes: T tokens of the step (a flat batch, no batch dimension), N rows whose lo
 H hidden size, V vocabulary rows.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeVar
@@ -78,6 +80,10 @@ class CausalLM(Module):
         """hidden [N, H] -> float32 logits [N, V + num_added]; adapter_rows, num_added: see `VocabEmbedding.logits`."""
         assert self.lm_head is not None, "a pooling model, or a stage before the last, has no logits"
         return self.lm_head.logits(hidden, adapter_rows, num_added)
+
+    def base_model(self) -> CausalLM:
+        """Return the model that computes the hidden states: this one, unless it wraps another."""
+        return self
 
     def stack(self) -> Stack | None:
         """Return the layer stack that pipeline stages split; None: not supported."""

@@ -348,6 +348,7 @@ PARTS: dict[str, BuiltIn] = {
             ("MarianDecoder", "bart:read_marian", "Marian"),
             ("PegasusDecoder", "bart:read_pegasus", "Pegasus"),
             ("T5Decoder", "t5:read_t5", "T5"),
+            ("TrOCRDecoder", "bart:read_trocr", "TrOCR"),
             ("UMT5Decoder", "t5:read_umt5", "UMT5"),
             ("WhisperDecoder", "whisper:read_whisper", "Whisper"),
         )

@@ -14,6 +14,8 @@ from pathlib import Path
 from quire.errors import ModelLoadError
 
 MAX_TEXT_BYTES = 64 * 1024 * 1024  # limit of a JSON file or chat template; tokenizer.json has its own
+MODULES = "modules.json"  # of sentence-transformers; it names folders with further files
+TEMPLATE_FOLDER = "additional_chat_templates"
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",

@@ -15,6 +15,7 @@ from quire.layers.activation import PLAIN
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.bidirectional_attention import BidirectionalAttention
 from quire.layers.embedding import PositionEmbedding, TokenTypeEmbedding, VocabEmbedding
+from quire.layers.head import HeadLinear, TableLinear
 from quire.layers.norm import block_norm
 from quire.layers.relative_bias import RelativeBias
 from quire.layers.step import StepContext
@@ -22,7 +23,6 @@ from quire.models.base import CausalLM
 from quire.models.blocks import BLOCKS
 from quire.models.decoder import rotaries_of
 from quire.models.stack import Stack
-from quire.pooling.pooler import HeadLinear, TableLinear
 
 
 class EncoderStack(Stack):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from quire.layers.linear import Linear, QKVLinear, UnbiasedKeyQKVLinear
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import block_norm
 from quire.layers.relative_bias import RelativeBias
-from quire.layers.shard import Span
+from quire.layers.shard import ShardSpan
 from quire.layers.slot import Slot, TensorPart
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
@@ -65,6 +65,9 @@ def split_rows(
     """
     if length is not None and step.encoded_lens is None:
         return _only_tokens(step, length, block_size)
+    is_measured = step.media is None and step.encoded_lens is None
+    if length is None and (is_measured or step.encoded_rows is not None):
+        return _only_tokens_of_any_length(step, block_size)
     metadata = step.metadata(0, AttentionMetadata)
     tokens, starts, longest = _tokens(positions, metadata)
     lens = step.encoded_lens
@@ -112,6 +115,39 @@ def _only_tokens(step: StepContext, length: int, block_size: int) -> DecoderRows
         last_seen=torch.full(
             (len(metadata.slot_mapping),), seen - 1, dtype=torch.int32, device=tables.device
         ),
+    )
+    alone = replace(step, groups=(own,))
+    return DecoderRows(None, alone, replace(alone, groups=(crossing,)))
+
+
+def _only_tokens_of_any_length(step: StepContext, block_size: int) -> DecoderRows:
+    """Return the rows of a step that are all of decoders, behind encoders' outputs of any length, or of a step that is
+    only measured.
+
+    No value of a tensor is read, so that the operations can be recorded. Each row attends to the encoder's output as a
+    request of its own, since a query may be longer than what it attends to; that gives the same bits.
+    """
+    metadata = step.metadata(0, AttentionMetadata)
+    starts, tables = metadata.query_start_loc, metadata.block_tables
+    num_rows = len(metadata.slot_mapping)
+    lens, owners = step.encoded_lens, step.encoded_rows
+    if lens is None or owners is None:
+        lens = torch.zeros_like(metadata.seq_lens)
+        owners = torch.zeros(num_rows, dtype=torch.int64, device=tables.device)
+    # While a step is recorded, rows may name requests that a smaller size does not have.
+    owners = owners.clamp(max=len(lens) - 1)
+    firsts = (lens + (ENCODER_UNIT - 1)) // ENCODER_UNIT * ENCODER_UNIT
+    own = replace(
+        metadata,
+        seq_lens=torch.maximum(metadata.seq_lens - firsts, starts[1:] - starts[:-1]),
+        block_tables=_moved(tables, (firsts // block_size).long()),
+    )
+    crossing = replace(
+        own,
+        query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=tables.device),
+        seq_lens=lens.clamp(min=1).index_select(0, owners),
+        block_tables=tables.index_select(0, owners),
+        max_query_len=1,
     )
     alone = replace(step, groups=(own,))
     return DecoderRows(None, alone, replace(alone, groups=(crossing,)))
@@ -197,20 +233,10 @@ def _positions(config: EngineConfig, name: str) -> Module | None:
 
 
 class JointAttention(Attention):
-    """Cache of a layer's self-attention and cross-attention, and attention over either part of it.
-
-    Args:
-        has_one_length: whether the encoder's output has the same length in all requests.
-    """
-
-    def __init__(self, *, has_one_length: bool, **options: Any) -> None:
-        super().__init__(**options)
-        self._has_one_length = has_one_length
+    """Cache of a layer's self-attention and cross-attention, and attention over either part of it."""
 
     def why_not_captured(self) -> str | None:
         """See `CacheUser`."""
-        if not self._has_one_length:
-            return "lengths of encoders' outputs differ from request to request, which is not captured"
         if self.k_cache.device.type != "cpu":
             return "a decoder behind an encoder is recorded on a CPU only"
         return super().why_not_captured()
@@ -251,23 +277,26 @@ class CrossProjections(Module):
         arch = config.arch
         bias = arch.attention_bias
         self.q_proj = _projection(config, f"{prefix}.q_proj", bias)
-        self.k_proj = _projection(config, f"{prefix}.k_proj", bias and arch.key_bias)
-        self.v_proj = _projection(config, f"{prefix}.v_proj", bias)
+        inputs = arch.media_size
+        self.k_proj = _projection(config, f"{prefix}.k_proj", bias and arch.key_bias, inputs=inputs)
+        self.v_proj = _projection(config, f"{prefix}.v_proj", bias, inputs=inputs)
         self.out_proj = _projection(config, f"{prefix}.out_proj", arch.attention_out_bias, partition="input")
 
 
-def _projection(config: EngineConfig, name: str, bias: bool, *, partition: str = "output") -> Linear:
+def _projection(
+    config: EngineConfig, name: str, bias: bool, *, partition: str = "output", inputs: int | None = None
+) -> Linear:
     arch = config.arch
     wide = arch.num_heads * arch.head_dim
     is_out = partition == "input"
     return Linear(
-        in_features=wide if is_out else arch.hidden_size,
+        in_features=wide if is_out else inputs or arch.hidden_size,
         out_features=arch.hidden_size if is_out else wide,
         bias=bias,
         dtype=model_dtype(config),
         name=name,
         partition="input" if is_out else "output",
-        spans=() if is_out else (Span(arch.num_heads, arch.head_dim),),
+        spans=() if is_out else (ShardSpan(arch.num_heads, arch.head_dim),),
     )
 
 
@@ -289,7 +318,6 @@ class CrossingBlock(Module):
         self.self_attn = SelfProjections(config=config, prefix=f"{prefix}.self_attn", layer=layer)
         self.encoder_attn = CrossProjections(config=config, prefix=f"{prefix}.encoder_attn")
         self.attention = JointAttention(
-            has_one_length=_length_of(config) is not None,
             config=config,
             name=f"{prefix}.attention",
             num_heads=arch.num_heads,
@@ -469,5 +497,7 @@ class EncoderDecoder(CausalLM):
             hidden = hidden * self.multiplier
         logits = super().compute_logits(hidden, adapter_rows, num_added)
         if self.final_logits_bias is not None:
-            logits[:, : len(self.final_logits_bias.weight)] += self.final_logits_bias.weight
+            bias = self.final_logits_bias.weight
+            added = logits.shape[1] - len(bias)
+            logits = logits + (nn.functional.pad(bias, (0, added)) if added else bias)  # may be recorded
         return logits

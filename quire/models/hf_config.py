@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.arch import ModelArch
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
+from quire.models.architectures import architecture_kind
 from quire.models.built_in import ALSO_CALLED
 from quire.models.config_overrides import TEXT, with_overrides
 from quire.models.generation_config import generation_file, read_generation_config, token_ids
@@ -27,7 +28,6 @@ from quire.models.quantized.reader import read_quantization
 from quire.models.registry import ModelRegistry
 from quire.models.tied_head import TIE, with_stored_head
 from quire.models.weight_files import INDEX_NAME, SINGLE_NAME, StoredTensors
-from quire.pooling.models.architectures import architecture_kind
 
 if TYPE_CHECKING:
     from quire.models.registry import ConfigReader
@@ -157,7 +157,7 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
     arch = replace(
         arch,
         eos_token_ids=tuple(dict.fromkeys(arch.eos_token_ids + more)),
-        generation=read_generation_config(model_dir, has_encoder=part_of is not None and part_of.reads_text),
+        generation=read_generation_config(model_dir, has_encoder=part_of is not None and part_of.is_prompted),
         quantization=quantization,
         part_of=part_of,
     )

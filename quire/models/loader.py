@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelLoadError
+from quire.features import POOLING_MODEL
 from quire.kernels import ops
 from quire.kernels.cpu.linear import packed_layout
 from quire.layers.attention import attention_backends
@@ -40,7 +41,7 @@ from quire.models.weights import (
     TensorReader,
     Weights,
 )
-from quire.pooling.models.model import PoolingModel
+from quire.plugins import import_place
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def without_weights(
     with torch.device("meta"):
         model = construct(model_cls, config, prefix)
         if config.pooling is not None:
-            model = PoolingModel(model, config.pooling)
+            model = import_place(POOLING_MODEL)(model, config.pooling)
         if shard.group.size > 1:
             check_ranks(model, f"--tensor-parallel-size {shard.of}")
         parallel = config.parallel

@@ -28,9 +28,9 @@ from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import Float, Int4FinerValues, QuantMethod, method_of
 from quire.layers.quantized.codec import Codec
 from quire.layers.quantized.merged import merged_scheme
-from quire.layers.quantized.method import Encoded, EncodedModule, Packed
+from quire.layers.quantized.method import EncodedModule, EncodedWeights, Packed
 from quire.layers.quantized.table import codec_of
-from quire.layers.shard import Span
+from quire.layers.shard import ShardSpan
 from quire.layers.slot import FLOATS
 from quire.models.base import CausalLM
 from quire.models.tensor_file import TensorFile, TensorInfo
@@ -91,7 +91,7 @@ def _with_finer_values(model: CausalLM, config: EngineConfig, scheme: WeightSche
     the whole model, and slices of one layer (--tp-invariant) count once, so all ranks choose the same. Adapters add to
     the rows of one matrix: with them, none are kept apart.
     """
-    if not scheme.two_level or config.lora.enable_lora:
+    if not scheme.two_level or config.serves_adapters:
         return set()
     layers = _rounded_layers(model)
     four, eight = 4 + 16 / scheme.group_size + 32 / BLOCK, 8 + 16 / scheme.group_size
@@ -116,7 +116,7 @@ def _rounded_layers(model: CausalLM) -> list[MatrixLayer]:
     return list(layers.values())
 
 
-def _size(layer: MatrixLayer, spans: Sequence[Span]) -> int:
+def _size(layer: MatrixLayer, spans: Sequence[ShardSpan]) -> int:
     """Return the number of weights of all ranks in some spans of a layer."""
     return layer.inputs * sum(span.size for span in spans)
 
@@ -159,7 +159,7 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
         raise ConfigError(
             f"--quantization-config: ignore names {sorted(unmatched)[0]!r}, which no layer bears"
         )
-    if config.lora.enable_lora:
+    if config.serves_adapters:
         for method in methods:
             method.quantizes_rows = False  # adapters need unquantized x
     return methods
@@ -193,7 +193,9 @@ class _Encodings:
         modules = [
             self._module(layer, name, each or _FLOATS) for name, each in zip(names, encodings, strict=True)
         ]
-        return Encoded(modules, kept, self._packed(layer, modules) if isinstance(kept, Float) else None)
+        return EncodedWeights(
+            modules, kept, self._packed(layer, modules) if isinstance(kept, Float) else None
+        )
 
     def _packed(self, layer: MatrixLayer, modules: Sequence[EncodedModule]) -> Packed | None:
         """Return the packed form that holds all modules' numbers; None if there is none."""

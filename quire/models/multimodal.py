@@ -17,6 +17,7 @@ from quire.models.config_overrides import TEXT, with_overrides
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import layer_rope, with_kind_renamed
 from quire.models.tied_head import TIE
+from quire.models.vision_rows import num_rows
 
 _FOR_ALL_PARTS = (
     "dtype",
@@ -77,10 +78,18 @@ class Wrapper:
     """Key of the most rows that the encoder gives to cross-attention, or their number; empty: there is no such."""
     reads_text: bool = False
     """The encoder reads text; the decoder then has as many positions at most."""
+    text: str = TEXT
+    """Key of the language model's config."""
+    reads_images: bool = False
+    """The encoder, whose config is under `encoder`, reads an image of one size for cross-attention."""
+    of_media: tuple[str, ...] = ()
+    """Keys of the language model that hold for prompts with media only, whose spans say the same."""
 
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
 LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
+    "gemma": WrappedLanguageModel("GemmaForCausalLM", (256000, 3072, 24576, 28, 16, 16, 8192)),
+    "gemma2": WrappedLanguageModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8, 4, 8192)),
     "gemma3_text": WrappedLanguageModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8, 4, 131072)),
     "gemma3n_text": WrappedLanguageModel("Gemma3nForCausalLM"),
     "gemma4_text": WrappedLanguageModel("Gemma4ForCausalLM"),
@@ -88,7 +97,7 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "llama4_text": WrappedLanguageModel("Llama4ForCausalLM"),
     "ministral3": WrappedLanguageModel("Ministral3ForCausalLM"),
     "mistral": WrappedLanguageModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32, 8, 131072)),
-    "qwen2": _QWEN2,
+    "qwen2": WrappedLanguageModel("Qwen2ForCausalLM", (151936, 4096, 22016, 32, 32, 32, 32768)),
     "qwen2_vl": _QWEN2,
     "qwen2_vl_text": _QWEN2,
     "qwen2_5_vl": _QWEN2,
@@ -103,6 +112,7 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "mt5": WrappedLanguageModel("T5Decoder"),
     "pegasus": WrappedLanguageModel("PegasusDecoder"),
     "t5": WrappedLanguageModel("T5Decoder"),
+    "trocr": WrappedLanguageModel("TrOCRDecoder"),
     "umt5": WrappedLanguageModel("UMT5Decoder"),
     "whisper": WrappedLanguageModel("WhisperDecoder"),
     "qwen3_5_moe_text": WrappedLanguageModel("Qwen3_5MoeForCausalLM", interleaved=True),
@@ -121,6 +131,7 @@ def _translator(architecture: str, models: str, length: str | int = "max_positio
     return Wrapper(architecture, models, ("encoder",), _DECODER, length, reads_text=True)
 
 
+_HEARING = ("audio_tower", "multi_modal_projector")
 _LLAVA_NEXT = ("vision_tower", "multi_modal_projector", "image_newline")
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -151,10 +162,17 @@ WRAPPERS: dict[str, Wrapper] = {
         _translator("M2M100ForConditionalGeneration", "M2M-100, NLLB-200"),
         _translator("MarianMTModel", "OPUS-MT and Tatoeba, by Marian"),
         _translator("MBartForConditionalGeneration", "mBART, mBART-50"),
+        Wrapper("MiniCPMV4_6ForConditionalGeneration", "MiniCPM-V 4.6", ("vision_tower", "merger")),
         Wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2, Magistral, Ministral 3"),
         _translator("MT5ForConditionalGeneration", "mT5", T5_TOKENS),
+        Wrapper(
+            "PaliGemmaForConditionalGeneration",
+            "PaliGemma, PaliGemma 2",
+            of_media=("use_bidirectional_attention",),
+        ),
         _translator("PegasusForConditionalGeneration", "Pegasus"),
         Wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", ("visual",)),
+        Wrapper("Qwen2AudioForConditionalGeneration", "Qwen 2 Audio 7B", _HEARING),
         Wrapper("Qwen2VLForConditionalGeneration", "Qwen 2 VL", ("visual",)),
         Wrapper("Qwen3_5ForConditionalGeneration", "Qwen 3.5", ("visual",)),
         Wrapper("Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 with experts", ("visual",)),
@@ -166,6 +184,15 @@ WRAPPERS: dict[str, Wrapper] = {
         ),
         _translator("T5ForConditionalGeneration", "T5, T5 1.1, Flan-T5", T5_TOKENS),
         _translator("UMT5ForConditionalGeneration", "UMT5", T5_TOKENS),
+        Wrapper("VoxtralForConditionalGeneration", "Voxtral Mini 3B and Small 24B", _HEARING),
+        Wrapper(
+            "VisionEncoderDecoderModel",
+            "TrOCR, Donut",
+            ("encoder", "enc_to_dec_proj"),
+            {"decoder.model.decoder.": "model.", "decoder.": ""},
+            text="decoder",
+            reads_images=True,
+        ),
         Wrapper(
             "WhisperForConditionalGeneration",
             "Whisper tiny to large-v3-turbo, Distil-Whisper",
@@ -194,18 +221,21 @@ def language_model_of(
     if wrapper is None:
         return config, None
     # Qwen's early vision models have the keys of all parts in one object.
-    text = config.child(TEXT) if TEXT in config else config
+    text = config.child(wrapper.text) if wrapper.text in config else config
     kind = text.text("model_type")
     if kind not in LANGUAGE_MODELS:
         raise text.unsupported("model_type", f"one of {', '.join(LANGUAGE_MODELS)}")
-    values = _values(config, text, LANGUAGE_MODELS[kind])
-    of_text = {key: value for key, value in overrides.items() if key not in ("architectures", TEXT)}
+    values = _values(config, text, LANGUAGE_MODELS[kind], decides=wrapper.text == TEXT)
+    values = {key: value for key, value in values.items() if key not in wrapper.of_media}
+    of_text = {key: value for key, value in overrides.items() if key not in ("architectures", wrapper.text)}
     values = with_overrides(values, of_text)
     alone = JsonObject(text.where, values, refused=config.refused)
     others = "|".join(wrapper.others)
     unused = (rf"^(model\.)*({others})(\.|$)",)
     eyes = config.child("vision_config")
-    length = _encoder_length(config, wrapper.encoder_length)
+    length = _encoder_length(config, wrapper)
+    if wrapper.reads_images:
+        alone = alone.with_values(max_source_positions=length)
     part_of = Multimodal(
         architecture,
         wrapper.inside,
@@ -218,12 +248,22 @@ def language_model_of(
         len(eyes.get("deepstack_visual_indexes") or ()),
         length,
         wrapper.reads_text,
-        length if wrapper.reads_text else 0,
+        _decoder_length(alone, wrapper, length),
+        wrapper.reads_images,
     )
     return with_kind_renamed(alone, {"mrope": "default"}), part_of
 
 
-def _encoder_length(config: JsonObject, said: str | int) -> int:
+def _decoder_length(decoder: JsonObject, wrapper: Wrapper, encoder_length: int) -> int:
+    if wrapper.reads_images:
+        return decoder.integer("max_position_embeddings", 1024)
+    return encoder_length if wrapper.reads_text else 0
+
+
+def _encoder_length(config: JsonObject, wrapper: Wrapper) -> int:
+    if wrapper.reads_images:
+        return num_rows(config.child("encoder"))
+    said = wrapper.encoder_length
     if isinstance(said, int):
         return said
     return config.integer(said, 1024, high=MAX_ENCODER_LENGTH) if said else 0
@@ -245,11 +285,16 @@ def _placeholder_ids(config: JsonObject) -> frozenset[int]:
     return frozenset(token_id for token_id in found if type(token_id) is int and token_id >= 0)
 
 
-def _values(config: JsonObject, text: JsonObject, known: WrappedLanguageModel) -> dict[str, Any]:
-    """Return the values of a config.json for the language model alone."""
+def _values(
+    config: JsonObject, text: JsonObject, known: WrappedLanguageModel, *, decides: bool
+) -> dict[str, Any]:
+    """Return the values of a config.json for the language model alone.
+
+    `decides`: the whole model's value says whether the tables are tied, whatever the nested config says; otherwise the
+    language model has tables of its own.
+    """
     sizes = dict(zip(_SIZES, known.usual_sizes, strict=False))
     otherwise = sizes | {key: config.get(key) for key in _FOR_ALL_PARTS}
     absent = {key: value for key, value in otherwise.items() if key not in text}
-    # The whole model's value decides whether the tables are tied, whatever the nested config says.
-    tie = {TIE: config.get(TIE)} if TIE in config else {}
+    tie = {TIE: config.get(TIE)} if TIE in config and decides else {}
     return {**text.values, **absent, **tie, "architectures": [known.architecture]}

@@ -29,7 +29,7 @@ _LLAMA_READER = "quire.models.families.llama:read_llama"
 
 
 @dataclass(frozen=True)
-class ModelEntry:
+class ArchitectureEntry:
     """Model class and config reader of an architecture, possibly as "module:Name", imported on first use.
 
     `pools`: a pooling model, which generates nothing. A package offers an entry under the architecture's name, as an
@@ -43,12 +43,12 @@ class ModelEntry:
     """True if the decoder can also be an encoder: with `ModelArch.bidirectional` its layers attend without a cache."""
 
 
-MODEL_PLUGINS: PluginTable[ModelEntry] = PluginTable(
-    "quire.models", "an architecture", {}, instance_of(ModelEntry)
+MODEL_PLUGINS: PluginTable[ArchitectureEntry] = PluginTable(
+    "quire.models", "an architecture", {}, instance_of(ArchitectureEntry)
 )
 
 
-_TRANSFORMERS = ModelEntry(
+_TRANSFORMERS = ArchitectureEntry(
     "quire.models.transformers_backend.model:TransformersForCausalLM",
     "quire.models.transformers_backend.reader:read_transformers",
 )
@@ -60,8 +60,8 @@ def is_own_class(place: str) -> bool:
     return place.startswith("quire.models.") and place != _TRANSFORMERS.model
 
 
-def _built_in(row: BuiltIn) -> ModelEntry:
-    return ModelEntry(
+def _built_in(row: BuiltIn) -> ArchitectureEntry:
+    return ArchitectureEntry(
         f"quire.models.{row.model}",
         f"quire.models.families.{row.reader}",
         row.pools,
@@ -86,7 +86,7 @@ class Registry:
         for target in (model, config_reader):
             if isinstance(target, str) and not all(target.partition(":")):
                 raise ConfigError(f"model {arch}: {target!r} must have the form 'module:Name'")
-        self._rows[arch] = ModelEntry(model, config_reader)
+        self._rows[arch] = ArchitectureEntry(model, config_reader)
 
     def get_supported_archs(self) -> list[str]:
         """Return the names of all known architectures, sorted."""
@@ -137,7 +137,7 @@ class Registry:
         reader: ConfigReader = _imported(row.config_reader, arch)
         return with_bidirectional(reader) if row.both_ways else reader
 
-    def _row(self, arch: str, model_impl: str = "auto") -> ModelEntry:
+    def _row(self, arch: str, model_impl: str = "auto") -> ArchitectureEntry:
         """Return the entry of an architecture; `model_impl` as in `ModelConfig`."""
         if model_impl != "transformers" and arch in self._rows:
             return self._rows[arch]

@@ -63,8 +63,6 @@ from quire.models.gemma3n import Gemma3nBlock, Gemma3nDecoder, Gemma3nForCausalL
 from quire.models.opt import NoProjection, OPTDecoder, OPTDecoderLayer, OPTForCausalLM, OPTModel
 from quire.models.rwkv7 import RWKV7Decoder, RWKV7ForCausalLM, RWKV7Layer
 from quire.models.zamba2 import HybridLayer, MambaLayer, Zamba2Decoder, Zamba2ForCausalLM
-from quire.pooling.models.model import PoolingModel
-from quire.pooling.pooler import HeadLinear, PoolingHead, TableLinear
 
 _MATRICES = frozenset(
     {VocabEmbedding, Linear, ExactLinear, QKVLinear, GateUpLinear, LinearInStack, ExpertRouter, GaussianTop}
@@ -139,15 +137,12 @@ _ZAMBA2 = frozenset(
 )
 _RWKV7 = frozenset({RWKV7ForCausalLM, RWKV7Decoder, RWKV7Layer, TimeMix, ChannelMix, TokenShift, VectorRows})
 _ENCODERS = frozenset({EncoderModel, EncoderStack, ClassifierHead})
-_POOLED = frozenset({PoolingModel, PoolingHead, HeadLinear, TableLinear})
-"""Heads are small: each rank has all of them."""
 _OF_SUCH_PARTS = (
     _OPT
     | _GEMMA3N
     | _ZAMBA2
     | _RWKV7
     | _ENCODERS
-    | _POOLED
     | {nn.ModuleList, nn.ModuleDict, DecoderForCausalLM, Decoder, SelfAttention, GatedMLP, PlainMLP}
 )
 SLICED: frozenset[type[nn.Module]] = (
@@ -187,7 +182,7 @@ def check_shared(model: nn.Module, option: str, modules: Collection[type[nn.Modu
         ConfigError: one does not; the message names it.
     """
     for path, module in model.named_modules():
-        if type(module) not in modules:
+        if type(module) not in modules and not getattr(module, "is_replicated", False):
             raise ConfigError(
                 f"{option}: {path or 'the model'} ({type(module).__name__}) does not support tensor parallelism yet"
             )

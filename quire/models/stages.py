@@ -30,7 +30,6 @@ from quire.models.opt import OPTDecoder, OPTForCausalLM
 from quire.models.rwkv7 import RWKV7Decoder, RWKV7ForCausalLM
 from quire.models.stack import Stack
 from quire.models.zamba2 import Zamba2Decoder, Zamba2ForCausalLM
-from quire.pooling.models.model import PoolingModel
 
 OPTION = "--pipeline-parallel-size"
 ALIKE = 1.05
@@ -217,7 +216,7 @@ def stack_of(model: CausalLM) -> Stack:
     Raises:
         ConfigError: the model does not support pipeline stages.
     """
-    stack, body = model.stack(), model.body if isinstance(model, PoolingModel) else model
+    stack, body = model.stack(), model.base_model()
     if stack is None or not {type(body), type(stack)} <= CUT:
         raise ConfigError(
             f"{OPTION}: {type(body).__name__} does not support pipeline stages; "

@@ -86,7 +86,7 @@ class MappedCopy:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _TensorSource:
     file: TensorFile
     info: TensorInfo
     slots: list[Slot]
@@ -264,13 +264,13 @@ def open_files(
     ]
 
 
-def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict[str, _Source]:
+def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict[str, _TensorSource]:
     """Match tensors with slots; return slot name -> source."""
     slots = model.checkpoint_slots()
     prefix = _missing_prefix(model, files)
     moved = _table_from_head(model, files, slots) or {"lm_head.weight": _head_name(model)}
     moved |= _table_elsewhere(model, files, slots)
-    sources: dict[str, _Source] = {}
+    sources: dict[str, _TensorSource] = {}
 
     def called(own_name: str) -> str:
         own_name = own_name if own_name in slots else moved.get(own_name, own_name)
@@ -286,7 +286,7 @@ def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict
                 wrong.append(f"{at} is also in {sources[name].file.path}")
             elif name in slots:
                 info = stored if stored.dtype in slots[name][0].dtypes else file.in_floats(stored)
-                sources[name] = _Source(file, _as_taken(info, slots[name]), slots[name])
+                sources[name] = _TensorSource(file, _as_taken(info, slots[name]), slots[name])
                 wrong += (f"{at} {reason}" for reason in _why_unfit(info, slots[name]))
             elif not model.leaves_out(name) and not any(each.explains(name) for each in counts):
                 wrong.append(f"{at} has no place in {type(model).__name__}")

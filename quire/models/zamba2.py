@@ -14,7 +14,7 @@ from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.mamba import Mamba2Mixer
 from quire.layers.norm import block_norm
-from quire.layers.shard import Span
+from quire.layers.shard import ShardSpan
 from quire.layers.shared_block import SharedBlock, shared_blocks_of, span_linear
 from quire.layers.step import StepContext
 from quire.models.decoder import DecoderForCausalLM, rotaries_of
@@ -50,7 +50,7 @@ class HybridLayer(Module):
         self.turn, self.is_first = turn, is_first
         if is_first:
             self.shared_transformer = block
-        self.linear = span_linear(config, f"{prefix}.linear", hidden, (Span(hidden),), "whole")
+        self.linear = span_linear(config, f"{prefix}.linear", hidden, (ShardSpan(hidden),), "whole")
         self.mamba_decoder = MambaLayer(config=config, prefix=f"{prefix}.mamba_decoder", layer=layer)
         self._block = (block,)  # in a tuple, so that nn.Module does not register it
 

@@ -31,13 +31,13 @@ from quire.scheduler.holds import Hold
 from quire.scheduler.output import EncoderStats, RequestUpdate, SchedulerStats
 from quire.scheduler.scheduler import Scheduler
 
-DETAIL = "its images"
+DETAIL = "its media"
 IDLE_SLICE_S = 0.1
 """Time of a slice while no step waits for it: a new request or an abort waits for so long at most."""
 
 
 @dataclass(eq=False)
-class Entry:
+class EmbeddingEntry:
     """Embeddings of one content: encoded, or to be encoded for the requests that use it, in order of arrival.
 
     Each user has an item of its own, because the file of one may go with its request.
@@ -76,11 +76,11 @@ class EmbeddingTable:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self.num_bytes = self.num_unused_bytes = 0
-        self.unfinished: dict[bytes, Entry] = {}
-        self._entries: dict[bytes, Entry] = {}
-        self._unused: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+        self.unfinished: dict[bytes, EmbeddingEntry] = {}
+        self._entries: dict[bytes, EmbeddingEntry] = {}
+        self._unused: OrderedDict[bytes, EmbeddingEntry] = OrderedDict()  # least recently used first
 
-    def get(self, digest: bytes) -> Entry | None:
+    def get(self, digest: bytes) -> EmbeddingEntry | None:
         """Return the entry of a digest."""
         return self._entries.get(digest)
 
@@ -92,7 +92,7 @@ class EmbeddingTable:
         for item in items:
             entry = self._entries.get(item.digest)
             if entry is None:
-                entry = Entry(item.num_embeddings, item.num_embeddings * bytes_each)
+                entry = EmbeddingEntry(item.num_embeddings, item.num_embeddings * bytes_each)
                 self._entries[item.digest] = self.unfinished[item.digest] = entry
                 self.num_bytes += entry.num_bytes
             elif self._unused.pop(item.digest, None) is not None:
@@ -370,7 +370,7 @@ class MediaHolds(CoreFeature):
             self._release(digest, entry)
         return updates
 
-    def _release(self, digest: bytes, entry: Entry) -> None:
+    def _release(self, digest: bytes, entry: EmbeddingEntry) -> None:
         """Release the requests that miss nothing but these embeddings."""
         for name in entry.users:
             missing = self._users[name].missing

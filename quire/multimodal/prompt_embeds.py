@@ -25,7 +25,7 @@ from quire.media import MediaItem
 from quire.multimodal.arrays import write_arrays
 from quire.multimodal.door.decoding import NPY_MAGIC, read_embeds
 from quire.multimodal.door.files import Lease, MediaFiles
-from quire.multimodal.door.layout import Layout
+from quire.multimodal.door.layout import PlaceholderLayout
 from quire.multimodal.door.sources import read_base64
 
 PARAM = "prompt_embeds"
@@ -33,7 +33,7 @@ MASK = "prompt_is_token_ids"
 KEYS = frozenset({PARAM, MASK, "prompt_token_ids", "cache_salt"})
 PLACEHOLDER_ID = 0
 Floats = NDArray[np.float32]
-NO_LAYOUT = Layout("", [])
+NO_LAYOUT = PlaceholderLayout("", [])
 
 
 class PromptEmbeds:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from quire.errors import QuireError
-from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
 Pooled = PoolingRequestOutput[PoolingOutput]
 

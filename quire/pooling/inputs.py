@@ -7,9 +7,8 @@ so a model finds its first and last token where it expects them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -17,11 +16,9 @@ from quire.config import EngineConfig
 from quire.config.pooling import PoolingSpec
 from quire.engine.prompt_forms import PromptParts, TokenizedPrompt, check_cut_text, check_length
 from quire.engine.tokenizer import Tokenizer
-from quire.engine.tokenizer_files import Encoded, Template
+from quire.engine.tokenizer_files import EncodedText, SpecialTokenTemplate
 from quire.errors import ValidationError
-from quire.pooling_params import PoolingParams
-
-SIDES = ("left", "right")
+from quire.pooling_params import DEFAULT_TEXT_OPTIONS, WHOLE_CONTEXT, PoolingParams, TextOptions
 
 
 class Fitter:
@@ -38,14 +35,14 @@ class Fitter:
         self._special = add_special_tokens
         self._first: tuple[str, list[int]] = ("", [])
 
-    def text(self, text: str, most: int | None) -> Encoded:
+    def text(self, text: str, most: int | None) -> EncodedText:
         """Tokenize a text to at most `most` tokens.
 
         Raises:
             ValidationError: no room for text beside the special tokens, or the text is not valid Unicode.
         """
         if most is None:
-            return Encoded(self._tokenizer.encode(text, add_special_tokens=self._special))
+            return EncodedText(self._tokenizer.encode(text, add_special_tokens=self._special))
         template, ids = self._template(self._tokenizer.text_template), self._encode(text)
         return template.around(cut(ids, room_in(template, most, 1), self._side))
 
@@ -60,7 +57,7 @@ class Fitter:
         second: str,
         most: int | None,
         most_each: tuple[int | None, int | None] = (None, None),
-    ) -> Encoded:
+    ) -> EncodedText:
         """Tokenize two texts as one prompt of at most `most` tokens; each is truncated to its `most_each` before.
 
         Raises:
@@ -126,14 +123,14 @@ class Fitter:
         starts = range(0, max(len(ids), 1), size)
         return [template.around(ids[start : start + size]).token_ids for start in starts]
 
-    def _template(self, template: Template) -> Template:
+    def _template(self, template: SpecialTokenTemplate) -> SpecialTokenTemplate:
         return template if self._special else template.bare()
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def room_in(template: Template, most: int, num_texts: int) -> int:
+def room_in(template: SpecialTokenTemplate, most: int, num_texts: int) -> int:
     """Return the tokens of text that fit beside the special tokens.
 
     Raises:
@@ -170,73 +167,6 @@ def cut_pair(
 
 QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")
 """Names of the models' prompts for the two sides of a search."""
-WHOLE_CONTEXT = -1
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """Options of tokenization of a request.
-
-    Args:
-        truncate_prompt_tokens: longer prompts are truncated to so many; -1: to the model's context; None: refused.
-        truncation_side: "left" or "right"; None: the tokenizer's.
-        prompt_name: the model's prompt before a text; None: its default, "": none.
-        add_special_tokens: add the tokenizer's special tokens around a text.
-        max_tokens_per_text: limits to which the texts of a pair are truncated; None: no limit.
-
-    Raises:
-        ValidationError: a value is out of range.
-    """
-
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
-    prompt_name: str | None = None
-    add_special_tokens: bool = True
-    max_tokens_per_text: tuple[int | None, int | None] = (None, None)
-
-    def __post_init__(self) -> None:
-        most = self.truncate_prompt_tokens
-        if most is not None and most != WHOLE_CONTEXT and (type(most) is not int or most < 1):
-            raise ValidationError(
-                f"truncate_prompt_tokens must be at least 1, or -1 for the model's context, got {most!r}",
-                param="truncate_prompt_tokens",
-            )
-        if self.truncation_side not in (None, *SIDES):
-            raise ValidationError(
-                f"truncation_side must be left or right, got {self.truncation_side!r}",
-                param="truncation_side",
-            )
-
-    def with_kwargs(self, tokenization_kwargs: Mapping[str, Any] | None) -> TextOptions:
-        """Return these options with vLLM's `tokenization_kwargs` applied.
-
-        Raises:
-            ValidationError: an unknown key or an invalid value.
-        """
-        said = dict(tokenization_kwargs or {})
-        unknown = sorted(said.keys() - _KWARGS)
-        if unknown:
-            raise ValidationError(
-                f"tokenization_kwargs has {unknown[0]!r:.60}; known are {', '.join(sorted(_KWARGS))}",
-                param="tokenization_kwargs",
-            )
-        cuts, most = said.pop("truncation", None), said.pop("max_length", None)
-        if most is not None and cuts is not True:
-            raise ValidationError(
-                "tokenization_kwargs has max_length, which needs truncation: true",
-                param="tokenization_kwargs",
-            )
-        if cuts is not None:
-            said.setdefault(
-                "truncate_prompt_tokens", (WHOLE_CONTEXT if most is None else most) if cuts else None
-            )
-        return replace(self, **said)
-
-
-_KWARGS = {"truncate_prompt_tokens", "truncation_side", "add_special_tokens", "truncation", "max_length"}
-DEFAULT_TEXT_OPTIONS = TextOptions()
-
-
 Compose = Callable[[str, str, str], list[int]]
 """Returns the token ids of a prompt of two texts and the model's instruction, which may be empty."""
 

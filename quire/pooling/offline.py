@@ -16,7 +16,7 @@ from quire.errors import ValidationError
 from quire.inputs import DataPrompt, PromptType
 from quire.io_processors import IOProcessor, make_io_processor
 from quire.lora_request import LoRARequest
-from quire.pooling.inputs import DEFAULT_TEXT_OPTIONS, Compose, PoolingInputs, TextOptions
+from quire.pooling.inputs import Compose, PoolingInputs
 from quire.pooling.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -26,7 +26,14 @@ from quire.pooling.outputs import (
     ScoringRequestOutput,
 )
 from quire.pooling.server.scoring import Scoring, Windows, is_normalized, template_composer
-from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, PoolingParams
+from quire.pooling_params import (
+    CLASSIFY,
+    DEFAULT_TEXT_OPTIONS,
+    EMBED,
+    TOKEN_CLASSIFY,
+    PoolingParams,
+    TextOptions,
+)
 
 Prompts = PromptType | Sequence[PromptType]
 PerPrompt = PoolingParams | Sequence[PoolingParams] | None
@@ -265,7 +272,7 @@ class OfflinePooling(OfflineEngine):
     @property
     def _pooling_inputs(self) -> PoolingInputs:
         inputs = self.llm_engine.input_processor.pooling
-        if inputs is None:
+        if not isinstance(inputs, PoolingInputs):
             raise ValidationError(
                 "this is a generating model without pooling; start it with --runner pooling to pool"
             )

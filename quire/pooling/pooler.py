@@ -22,10 +22,7 @@ from quire.config.pooling import HeadLayer
 from quire.kernels import ops
 from quire.kernels.experts import SUM_DTYPE, TokenReduction
 from quire.layers.base import Module
-from quire.layers.linear import Linear
-from quire.layers.quantization import QuantMethod
-from quire.layers.shard import WHOLE, Shard
-from quire.layers.slot import Slot, TensorPart
+from quire.layers.head import HeadLinear
 from quire.layers.step import StepContext
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,65 +36,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class HeadLinear(Linear):
-    """Layer of a head; never quantized, because it is small and users compare its output."""
-
-    def __init__(self, layer: HeadLayer, prefix: str = "") -> None:
-        super().__init__(
-            in_features=layer.inputs,
-            out_features=layer.outputs,
-            bias=layer.bias,
-            dtype=torch.float32,
-            name=prefix + layer.name,
-        )
-
-        self.is_of_adapters = False
-        """True if the checkpoint lacks it: its output is 0 and unused without an adapter."""
-        self._taken = layer.rows
-        self._num_stored = layer.num_stored
-
-    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
-        super().create_weights(method.unrounded(), shard)
-
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        """Yield slots; if only some outputs are used, one slot per output, shared with other readers of the tensor."""
-        if self.is_of_adapters:
-            return
-        if not self._taken:
-            yield from super().slots(names)
-            return
-        for kind, target in (("weight", self.weight), ("bias", self.bias)):
-            for index, row in enumerate(self._taken if target is not None else ()):
-                assert target is not None, "only present tensors are stored"
-                rest = tuple(slice(0, size) for size in target.shape[1:])
-                box = (slice(row, row + 1), *rest)
-                part = TensorPart((self._num_stored, *target.shape[1:]), box, box)
-                yield f"{names[0]}.{kind}", Slot(target[index : index + 1], "normal", part, shared=True)
-
-    def finish_loading(self) -> None:
-        if self.is_of_adapters:
-            for parameter in self.parameters():
-                nn.init.zeros_(parameter)
-        super().finish_loading()
-
-
-class TableLinear(HeadLinear):
-    """Head layer whose weight is a shared table, and whose bias has a name of its own in the checkpoint."""
-
-    def __init__(self, layer: HeadLayer, *, table: str, bias: str, prefix: str = "") -> None:
-        super().__init__(layer, prefix)
-        self._tensors = table, bias
-
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        table, bias = self._tensors
-        assert self.weight is not None
-        assert self.bias is not None
-        yield table, Slot(self.weight, "normal", shared=True)
-        yield bias, Slot(self.bias, "zeros")
-
-
 class PoolingHead(Module):
     """Sequence of head layers; identity without any."""
+
+    is_replicated = True
 
     def __init__(self, layers: Sequence[HeadLayer]) -> None:
         super().__init__()
@@ -119,7 +61,7 @@ class PoolingHead(Module):
 
 
 @dataclass(frozen=True)
-class Chunks:
+class TextChunks:
     """Chunks of texts in a step, [R] each."""
 
     rows: NDArray[np.int64]
@@ -137,7 +79,7 @@ class Chunks:
 class Reduction(Protocol):
     """One kind of pooling, with its state of unfinished texts."""
 
-    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+    def reduce(self, hidden: Tensor, chunks: TextChunks) -> Tensor:
         """Add a step's hidden states [T, H]; return float32 [R', H] vectors of the texts that end."""
 
 
@@ -147,7 +89,7 @@ class LastToken:
     def __init__(self, num_rows: int) -> None:
         """Accept the number of rows of the other reductions."""
 
-    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+    def reduce(self, hidden: Tensor, chunks: TextChunks) -> Tensor:
         last = (chunks.firsts + chunks.counts - 1)[chunks.is_last]
         return hidden.index_select(0, _index(last, hidden)).float()
 
@@ -168,14 +110,14 @@ class _VectorPerRow:
             self._vectors = torch.zeros(shape, dtype=self.dtype, device=hidden.device)
         return self._vectors
 
-    def _ended(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+    def _ended(self, hidden: Tensor, chunks: TextChunks) -> Tensor:
         return self._kept(hidden).index_select(0, _index(chunks.rows[chunks.is_last], hidden))
 
 
 class FirstToken(_VectorPerRow):
     """Hidden state of the first token."""
 
-    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+    def reduce(self, hidden: Tensor, chunks: TextChunks) -> Tensor:
         begins = chunks.starts == 0
         first = hidden.index_select(0, _index(chunks.firsts[begins], hidden))
         self._kept(hidden)[_index(chunks.rows[begins], hidden)] = first.float()
@@ -191,7 +133,7 @@ class Accumulation(_VectorPerRow):
         super().__init__(num_rows)
         self.dtype = SUM_DTYPE[self.reduction]
 
-    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+    def reduce(self, hidden: Tensor, chunks: TextChunks) -> Tensor:
         places = np.stack((chunks.rows, chunks.firsts, chunks.starts, chunks.counts))
         ops.accumulate(self._kept(hidden), hidden, _index(places, hidden), self.reduction)
         return self._finished(self._ended(hidden, chunks), (chunks.starts + chunks.counts)[chunks.is_last])
@@ -253,7 +195,7 @@ class JoinedReductions:
     def __init__(self, reductions: Sequence[Reduction]) -> None:
         self._reductions = reductions
 
-    def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
+    def reduce(self, hidden: Tensor, chunks: TextChunks) -> Tensor:
         return torch.cat([one.reduce(hidden, chunks) for one in self._reductions], dim=1)
 
 

@@ -7,7 +7,7 @@ chunked. So the last activation is computed on the host, per request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,17 +15,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.config import EngineConfig
 from quire.config.pooling import TOKEN_TASKS, PoolingSpec
 from quire.errors import EngineError
-from quire.pooling.pooler import Chunks, make_reduction
+from quire.pooling.pooler import TextChunks, make_reduction
 from quire.pooling_params import PoolingParams
 from quire.scheduler.output import NewRequestData, Pooled
+from quire.worker.feature import RunnerContext, RunnerPart, WorkerFeature
 from quire.worker.input_batch import InputBatch
-from quire.worker.inputs import StepLayout
+from quire.worker.inputs import StepInputs, StepLayout
+from quire.worker.launched_step import LaunchedStep, Outcome
 from quire.worker.pipeline import LanguageModel
 from quire.worker.transfers import Transfers
 
 Numbers = NDArray[np.float64]
+NON_FINITE_NUMBERS = "the model produced non-finite pooling output"
 _SLICE = 64  # tokens whose vocabulary logits exist at once
 
 
@@ -107,13 +111,42 @@ class PooledNumbers:
         return Pooled.from_array(numbers[..., chosen] if chosen else numbers)
 
 
-class Pooler:
+@dataclass(frozen=True)
+class PooledStep:
+    """Outputs of a step on their way to the host."""
+
+    each: Sequence[PooledNumbers]
+
+    def complete(self, step: LaunchedStep, outcome: Outcome) -> None:
+        """Add the outputs to the outcome; a request whose numbers are not finite fails."""
+        for one in self.each:
+            numbers = one.read()
+            if numbers is None:
+                outcome.failed[one.request] = NON_FINITE_NUMBERS
+            else:
+                outcome.pooled[one.request] = numbers
+
+
+class WorkerPooling(WorkerFeature):
+    """Pooling in place of sampling."""
+
+    @classmethod
+    def is_wanted(cls, config: EngineConfig) -> bool:
+        return config.pooling is not None
+
+    def make_part(self, context: RunnerContext) -> RunnerPart | None:
+        return Pooler(context.batch, context.model, context.config.pooling, context.device.transfers)
+
+
+class Pooler(RunnerPart):
     """Pooling state of all rows.
 
     Args:
         model: applies its heads to vectors.
         spec: pooling of the model; None: it does not pool.
     """
+
+    reads_all_tokens = True
 
     def __init__(
         self,
@@ -148,15 +181,11 @@ class Pooler:
     def remove_request(self, row: int) -> None:
         self._wanted.pop(row, None)
 
-    def compute(
-        self, layout: StepLayout, hidden: Tensor, adapter_rows: Tensor | None = None
-    ) -> list[PooledNumbers]:
-        """Pool the hidden states of a step; return the outputs of requests whose prompts end with it.
-
-        adapter_rows [T]: see `StepContext`.
-        """
+    def compute(self, inputs: StepInputs, hidden: Tensor) -> PooledStep | None:
+        """Pool the hidden states of a step; return the outputs of requests whose prompts end with it."""
         if not self._wanted:
-            return []
+            return None
+        layout, adapter_rows = inputs.layout, inputs.step.adapter_rows
         wanted = [self._wanted.get(row) for row in layout.rows.tolist()]
         by_task: dict[str, list[int]] = {}
         for index, one in enumerate(wanted):
@@ -168,11 +197,13 @@ class Pooler:
             if self._spec is not None and self._spec.weighs_vocabulary:
                 pool = self._vocabulary
             given |= pool(layout, hidden, adapter_rows, indices, task)
-        return [
-            self._numbers(index, one, given[index])
-            for index, one in enumerate(wanted)
-            if one and index in given
-        ]
+        return PooledStep(
+            [
+                self._numbers(index, one, given[index])
+                for index, one in enumerate(wanted)
+                if one and index in given
+            ]
+        )
 
     def _numbers(self, index: int, wanted: _PoolingState, parts: list[Tensor]) -> PooledNumbers:
         spec, params = self._spec, wanted.params
@@ -257,10 +288,10 @@ class Pooler:
         return tagged
 
 
-def _chunks(layout: StepLayout, indices: NDArray[np.int64], lengths: NDArray[np.int64]) -> Chunks:
+def _chunks(layout: StepLayout, indices: NDArray[np.int64], lengths: NDArray[np.int64]) -> TextChunks:
     """Return the chunks of some requests, after their instructions of these lengths."""
     starts = np.maximum(layout.starts[indices], lengths)
-    return Chunks(
+    return TextChunks(
         layout.rows[indices],
         layout.query_start_loc[indices] + starts - layout.starts[indices],
         starts - lengths,

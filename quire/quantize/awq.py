@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.quantize.grid import Grid
+from quire.quantize.grid import IntegerGrid
 from quire.quantize.inputs import InputStatistics
 
 _NUM_EXPONENTS = 20
@@ -19,7 +19,7 @@ _LEAST = 1e-4
 """Least scale before normalization around 1."""
 
 
-def best_scales(weight: Tensor, inputs: InputStatistics, grid: Grid) -> Tensor:
+def best_scales(weight: Tensor, inputs: InputStatistics, grid: IntegerGrid) -> Tensor:
     """Return scales [K] that multiply a weight [N, K] and divide its inputs.
 
     Candidates are magnitudes^a, a from 0 to 1. The best change the outputs least: ||X (W' - W)^T||, W' rounded.
@@ -34,7 +34,7 @@ def _scales(magnitudes: Tensor, exponent: float) -> Tensor:
     return scales / (scales.max() * scales.min()).sqrt()
 
 
-def _error(weight: Tensor, scales: Tensor, inputs: InputStatistics, grid: Grid) -> float:
+def _error(weight: Tensor, scales: Tensor, inputs: InputStatistics, grid: IntegerGrid) -> float:
     scaled = weight * scales
     steps = grid.steps(scaled, inputs.importance / scales.square())
     change = grid.weights(grid.codes(scaled, steps), steps) / scales - weight

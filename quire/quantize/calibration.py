@@ -24,7 +24,7 @@ from quire.worker.inputs import group_metadata
 _BLOCK_SIZE = 16
 
 
-class Calibration:
+class CalibrationSet:
     """Loaded model and the sequences of token ids that it runs over, one at a time."""
 
     def __init__(self, config: EngineConfig, sequences: Sequence[Sequence[int]]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.formats.base import usable
 from quire.kernels.formats.search import Steps
-from quire.quantize.grid import Grid
+from quire.quantize.grid import IntegerGrid
 
 DAMPING = 0.01
 """Fraction of the mean of X^T X's diagonal that is added to the diagonal."""
@@ -21,7 +21,7 @@ _BLOCK = 64
 """Inputs whose effect on later ones is accumulated before it is applied."""
 
 
-def gptq(weight: Tensor, gram: Tensor, grid: Grid, *, act_order: bool = True) -> tuple[Tensor, Steps]:
+def gptq(weight: Tensor, gram: Tensor, grid: IntegerGrid, *, act_order: bool = True) -> tuple[Tensor, Steps]:
     """Return codes [N, K] and steps of float32 [N, K] with X^T X [K, K]; steps are chosen first and stay fixed.
 
     Concatenate weights with the same inputs, [N1 + N2, K]: most of the time is the same for any N.

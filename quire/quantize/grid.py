@@ -20,7 +20,7 @@ AUTO = 0  # as a group size: the largest that divides the inputs of all layers
 
 
 @dataclass(frozen=True)
-class Grid:
+class IntegerGrid:
     """Integers of `bits`; a scale, and unless `symmetric` a zero point, per output and `group_size` inputs."""
 
     bits: int = 4
@@ -29,7 +29,7 @@ class Grid:
     scales: torch.dtype = torch.bfloat16
     """Dtype that scales are rounded to before use."""
 
-    def stored_as(self, dtype: torch.dtype) -> Grid:
+    def stored_as(self, dtype: torch.dtype) -> IntegerGrid:
         """Return the grid for scales stored as `dtype`: float16 is finer than bfloat16, with less range."""
         return replace(self, scales=torch.float16 if dtype is torch.float16 else torch.bfloat16)
 

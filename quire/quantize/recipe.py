@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import ConfigError
-from quire.quantize.grid import Grid
+from quire.quantize.grid import IntegerGrid
 
 METHODS = ("rtn", "gptq", "awq", "awq-gptq")
 
@@ -17,7 +17,7 @@ class Recipe:
     """Quantization options; raises ConfigError where options do not go together."""
 
     method: str
-    grid: Grid
+    grid: IntegerGrid
     calibration: Path | None = None
     num_sequences: int = 128
     sequence_length: int = 512

@@ -24,10 +24,10 @@ from quire.models.loader import without_weights
 from quire.models.weights import CheckpointWeights, MappedCopy
 from quire.progress import Progress
 from quire.quantize.awq import best_scales
-from quire.quantize.calibration import Calibration
+from quire.quantize.calibration import CalibrationSet
 from quire.quantize.files import CheckpointWriter, new_checkpoint
 from quire.quantize.gptq import gptq
-from quire.quantize.grid import Grid
+from quire.quantize.grid import IntegerGrid
 from quire.quantize.inputs import InputStatistics
 from quire.quantize.recipe import Recipe
 from quire.quantize.sites import Site, find_sites, fitted, left_alone, rounds
@@ -41,7 +41,7 @@ Inputs = Mapping[tuple[str, ...], InputStatistics]
 
 
 @torch.no_grad()
-def quantize_checkpoint(config: EngineConfig, recipe: Recipe, output: Path) -> Grid:
+def quantize_checkpoint(config: EngineConfig, recipe: Recipe, output: Path) -> IntegerGrid:
     """Write a config's model, with quantized linear layers, to a new directory; return the grid that was used.
 
     Raises:
@@ -57,7 +57,7 @@ def quantize_checkpoint(config: EngineConfig, recipe: Recipe, output: Path) -> G
     weights = CheckpointWeights(model, source, MappedCopy(), show_progress=False)
     sites = find_sites(model, weights)
     recipe = replace(recipe, grid=fitted(recipe.grid, sites))
-    calibration = Calibration(config, _sequences(config, recipe)) if recipe.calibrates else None
+    calibration = CalibrationSet(config, _sequences(config, recipe)) if recipe.calibrates else None
     tensors = EditedTensors(weights)
     with new_checkpoint(output) as writer:
         progress = Progress(len(sites), f"Quantizing ({recipe.method})", "layers")

@@ -14,7 +14,7 @@ from quire.layers.matrix import MatrixLayer
 from quire.layers.norm import RMSNorm
 from quire.models.base import CausalLM
 from quire.models.weights import CheckpointWeights
-from quire.quantize.grid import AUTO, GROUP_SIZES, Grid
+from quire.quantize.grid import AUTO, GROUP_SIZES, IntegerGrid
 
 _FEWEST_OUTPUTS = 16
 """Least outputs to quantize: a gate of a few saves nothing, and other engines want it in floats."""
@@ -88,7 +88,7 @@ def left_alone(model: CausalLM, sites: Sequence[Site]) -> list[str]:
     return list(dict.fromkeys(["lm_head", *others]))
 
 
-def fitted(grid: Grid, sites: Sequence[Site]) -> Grid:
+def fitted(grid: IntegerGrid, sites: Sequence[Site]) -> IntegerGrid:
     """Return the grid with its group size; `AUTO` becomes the largest that divides all layers' inputs.
 
     Raises:
@@ -101,7 +101,7 @@ def fitted(grid: Grid, sites: Sequence[Site]) -> Grid:
     return grid
 
 
-def check_groups(sites: Sequence[Site], grid: Grid) -> None:
+def check_groups(sites: Sequence[Site], grid: IntegerGrid) -> None:
     """Raise ConfigError if the inputs of some layers are not a whole number of groups."""
     wrong = [site for site in sites if site.layer.inputs % grid.group_size]
     if wrong:

@@ -19,8 +19,11 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 from quire.config import EngineConfig
+from quire.engine.core_choice import CoreChoice
+from quire.engine.messages import CacheDelta
+from quire.engine.shared_counters import CounterSlot, LoadCounter, SharedCounters
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
-from quire.routing.counters import CacheDelta, CounterSlot, Load, Loads, block_keys, delta_keys
+from quire.routing.cache_deltas import block_keys, delta_keys
 from quire.scheduler.output import SchedulerStats
 
 K = TypeVar("K", bound=Hashable)
@@ -166,7 +169,10 @@ class LeastLoaded(RoutingPolicy):
 
     def choose(self, request: RoutedRequest, cores: Sequence[int]) -> int:
         of = self.loads.of
-        return min(cores, key=lambda core: (of(core, Load.SEQUENCES), of(core, Load.WAITING_TOKENS), core))
+        return min(
+            cores,
+            key=lambda core: (of(core, LoadCounter.SEQUENCES), of(core, LoadCounter.WAITING_TOKENS), core),
+        )
 
 
 class LongestPrefix(RoutingPolicy):
@@ -192,8 +198,8 @@ class LongestPrefix(RoutingPolicy):
 
     def cost(self, request: RoutedRequest, core: int) -> float:
         """Return the time until this core has computed the prompt, in tokens."""
-        queued_cost = SEQUENCE_TOKENS * self.loads.of(core, Load.SEQUENCES)
-        waiting = self.loads.of(core, Load.WAITING_TOKENS)
+        queued_cost = SEQUENCE_TOKENS * self.loads.of(core, LoadCounter.SEQUENCES)
+        waiting = self.loads.of(core, LoadCounter.WAITING_TOKENS)
         adapter = request.keys.adapter
         loading = ADAPTER_TOKENS if adapter is not None and adapter not in self._adapters[core] else 0
         return (
@@ -222,11 +228,11 @@ class LongestPrefix(RoutingPolicy):
 
     def _lacking(self, request: RoutedRequest, core: int) -> float:
         """Return the tokens that do not fit the KV cache before other requests end."""
-        free = self._num_slots[core] * (1.0 - self.loads.of(core, Load.KV_USE))
+        free = self._num_slots[core] * (1.0 - self.loads.of(core, LoadCounter.KV_USE))
         return max(len(request.token_ids) - free, 0.0) if self._num_slots[core] else 0.0
 
     def _no_adapters(self) -> Recent[str]:
-        return Recent(self._config.lora.num_kept)
+        return Recent(self._config.num_kept_adapters)
 
 
 POLICIES: dict[str, type[RoutingPolicy]] = {
@@ -246,7 +252,29 @@ class _Sent:
     num_waiting: int = 0
 
 
-class Router:
+class Loads:
+    """Loads of `num_cores` cores.
+
+    Args:
+        slot: slot of shared counters of that size; None: there are no other front ends.
+    """
+
+    def __init__(self, num_cores: int, slot: CounterSlot | None = None) -> None:
+        self._slot = slot or SharedCounters(1, num_cores=num_cores).slot(0)
+
+    def of(self, core: int, load: LoadCounter) -> float:
+        """Return the total over all front ends."""
+        return self._slot.total(self._slot.counters.load_column(core, load))
+
+    def add(self, core: int, load: LoadCounter, amount: float) -> None:
+        self._slot.add(self._slot.counters.load_column(core, load), amount)
+
+    def put(self, core: int, load: LoadCounter, value: float) -> None:
+        """Set this front end's value."""
+        self._slot.put(self._slot.counters.load_column(core, load), value)
+
+
+class Router(CoreChoice):
     """Router by `--routing-policy`; with one core it costs next to nothing."""
 
     def __init__(self, config: EngineConfig, num_cores: int) -> None:
@@ -260,6 +288,17 @@ class Router:
     def share(self, slot: CounterSlot) -> None:
         """Share loads with the other front ends of the cores; call before there are requests."""
         self._policy.loads = Loads(self._num_cores, slot)
+
+    def admit(
+        self,
+        name: str,
+        token_ids: list[int],
+        num_sequences: int,
+        keys: ExtraKeys,
+        first_id: str,
+        cores: Sequence[int],
+    ) -> int:
+        return self.route(name, RoutedRequest(token_ids, num_sequences, keys), first_id, cores)
 
     def route(self, name: str, request: RoutedRequest, first_id: str, cores: Sequence[int]) -> int:
         """Return one of these cores for a new request, whose first sequence has this core id."""
@@ -290,11 +329,11 @@ class Router:
     def lost(self, core: int) -> None:
         """Record the loss of a core and of its cache."""
         self.ready(core, 0)
-        self._policy.loads.put(core, Load.KV_USE, 0.0)
+        self._policy.loads.put(core, LoadCounter.KV_USE, 0.0)
 
     def observe(self, core: int, stats: SchedulerStats) -> None:
         """Record a core's statistics."""
-        self._policy.loads.put(core, Load.KV_USE, stats.kv_cache_usage)
+        self._policy.loads.put(core, LoadCounter.KV_USE, stats.kv_cache_usage)
 
     def cached(self, core: int, delta: CacheDelta) -> None:
         """Apply a core's prefix cache delta."""
@@ -311,9 +350,9 @@ class Router:
         return core
 
     def _count(self, sent: _Sent, sign: int) -> None:
-        self._policy.loads.add(sent.core, Load.SEQUENCES, sign * sent.request.num_sequences)
-        self._policy.loads.add(sent.core, Load.WAITING_TOKENS, sign * sent.num_waiting)
+        self._policy.loads.add(sent.core, LoadCounter.SEQUENCES, sign * sent.request.num_sequences)
+        self._policy.loads.add(sent.core, LoadCounter.WAITING_TOKENS, sign * sent.num_waiting)
 
     def _stop_waiting(self, sent: _Sent) -> None:
-        self._policy.loads.add(sent.core, Load.WAITING_TOKENS, -sent.num_waiting)
+        self._policy.loads.add(sent.core, LoadCounter.WAITING_TOKENS, -sent.num_waiting)
         sent.num_waiting = 0

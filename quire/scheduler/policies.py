@@ -179,7 +179,7 @@ class Priority(FixedOrder):
 MIN_TENANTS_TO_SWEEP = 64
 
 
-class Tenant:
+class TenantState:
     """State of one tenant; `counter` is its service so far, in weighted tokens over its weight."""
 
     def __init__(self, weight: float) -> None:
@@ -215,9 +215,9 @@ class Fair(Policy):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self._tenants: dict[str, Tenant] = {}
-        self._active: dict[str, Tenant] = {}  # waiting tenants
-        self._last_active: Tenant | None = None
+        self._tenants: dict[str, TenantState] = {}
+        self._active: dict[str, TenantState] = {}  # waiting tenants
+        self._last_active: TenantState | None = None
         self._num_waiting = 0
         self._num_kept = 0
         self._num_first_places = 0
@@ -231,7 +231,7 @@ class Fair(Policy):
         # Behind its tenant's preempted requests, which keep the rank of their start.
         request.rank = (math.inf, request.number)
         if request.tenant not in self._tenants:
-            self._tenants[request.tenant] = Tenant(self.config.fair_weights.get(request.tenant, 1.0))
+            self._tenants[request.tenant] = TenantState(self.config.fair_weights.get(request.tenant, 1.0))
         self._tenants[request.tenant].num_unfinished += 1
 
     def add(self, request: Request) -> None:

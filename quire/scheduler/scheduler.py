@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import structs
 
+from quire.adapters import name_in
 from quire.config import EngineConfig
 from quire.errors import EngineError, ValidationError
 from quire.kv_cache.events import KVCacheEvent
@@ -28,7 +29,6 @@ from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixLoad
 from quire.kv_cache.spec import KVCacheConfig
 from quire.kv_cache.transfers import CacheWatch, Transfer
-from quire.lora_request import name_in
 from quire.media import check_media
 from quire.plugins import import_subclass
 from quire.sampling_extras import RepetitionDetectionParams
@@ -229,7 +229,7 @@ class Scheduler:
         )
         policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
         self._queues = RequestQueues(policy, self._kv)
-        self._max_adapters = config.lora.max_loras if config.lora.enable_lora else 0
+        self._max_adapters = config.max_adapters
         limits = config.scheduler
         self._max_num_batched_tokens = limits.max_num_batched_tokens
         self._rounds = RoundLimit(most_rounds(limits.num_scheduler_steps, kv_config), limits.max_multi_step_s)
@@ -359,6 +359,20 @@ class Scheduler:
             return []
         return self._kv.storable_keys(request)
 
+    def next_resumed(self) -> tuple[str, int] | None:
+        """Return the preempted request that the next plan resumes first, and how often it was preempted.
+
+        None if that is no preempted request, lacks blocks, is swapped out, or must not read the cache.
+        """
+        may_be = self._queues.num_preemptions and not self._is_paused
+        request = next(iter(self._queues.policy), None) if may_be else None
+        if request is None or request.status is not RequestStatus.PREEMPTED or request.num_steps_in_flight:
+            return None
+        if not request.reads_prefix_cache or self._kv.get_swapped_blocks(request) is not None:
+            return None
+        is_short = self._kv.num_blocks_short(request, self._kv.get_computed_blocks(request)) > 0
+        return None if is_short else (request.request_id, request.num_preemptions)
+
     def is_cached(self, key: BlockHash) -> bool:
         """Return whether content is in the prefix cache, on either tier."""
         return self._kv.is_cached(key)
@@ -380,6 +394,10 @@ class Scheduler:
     def end_transfers(self, moved: Sequence[tuple[int, bool]]) -> None:
         """Give host blocks back, (block id, has moved), in the order of their sequence; see `HostTransfers.end`."""
         self._kv.transfers.end(moved)
+
+    def note_outside(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], medium: str) -> None:
+        """Report to subscribers blocks that a store outside the engine has lost, and those that it has."""
+        self._kv.note_outside(stored, removed, medium)
 
     def computing_s(self, num_keys: int) -> float:
         """Estimate the seconds that computing the content of pool keys takes."""

@@ -8,7 +8,6 @@ blocks; then the decoder's prompt follows, which begins with the checkpoint's st
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from quire.errors import ContextLengthError, ValidationError
 from quire.media import MediaItem
 from quire.models.json_object import JsonObject
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.seq2seq.settings import read_settings
+from quire.seq2seq.settings import read_settings, whole_config
 
 ENCODER, DECODER = "encoder_prompt", "decoder_prompt"
 SOURCE, TARGET = "source_language", "target_language"
@@ -56,13 +55,17 @@ class EncoderPrompts:
         ModelLoadError: the checkpoint's generation config is malformed.
     """
 
+    begins_with_start = True
+    """The start token comes before a decoder's prompt that does not begin with it."""
+
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         part_of = config.arch.part_of
         assert part_of is not None, "an encoder belongs to a whole model"
         self._config = config
         self._whole = part_of
         self._tokenizer = tokenizer
-        self._vocab_size = JsonObject(config.model_dir, json.loads(part_of.config)).integer("vocab_size")
+        file = JsonObject(config.model_dir, whole_config(config))
+        self._vocab_size = file.integer("vocab_size", config.arch.vocab_size)
         self._settings = read_settings(config)
         self._languages = {} if tokenizer is None else _languages(tokenizer)
 
@@ -93,18 +96,24 @@ class EncoderPrompts:
         return {**named, **rest}, options
 
     def _options(self, prompt: Mapping[str, Any]) -> PromptOptions:
-        decoder = prompt.get(DECODER)
-        if isinstance(decoder, dict):
-            decoder = decoder.get("prompt_token_ids", decoder.get("prompt"))
-        is_ids = isinstance(decoder, list) and all(type(token) is int for token in decoder)
-        if decoder is not None and not isinstance(decoder, str) and not is_ids:
-            raise ValidationError(f"{DECODER!r} must be text or token ids", param=DECODER)
+        decoder = self._decoder(prompt)
         source, target = (self._language(name, prompt.get(name)) for name in (SOURCE, TARGET))
         if target is not None and decoder is not None:
             raise ValidationError(
                 f"{TARGET!r} and {DECODER!r} both say how the decoder begins; give one", param=TARGET
             )
         return PromptOptions(decoder, source, target)
+
+    @staticmethod
+    def _decoder(prompt: Mapping[str, Any]) -> str | list[int] | None:
+        """Return the decoder's prompt in a plain form."""
+        decoder = prompt.get(DECODER)
+        if isinstance(decoder, dict):
+            decoder = decoder.get("prompt_token_ids", decoder.get("prompt"))
+        is_ids = isinstance(decoder, list) and all(type(token) is int for token in decoder)
+        if decoder is not None and not isinstance(decoder, str) and not is_ids:
+            raise ValidationError(f"{DECODER!r} must be text or token ids", param=DECODER)
+        return decoder
 
     def _language(self, field: str, name: Any) -> str | None:
         """Return a language's token."""
@@ -152,6 +161,7 @@ class EncoderPrompts:
             token_ids=[*[self._settings.start] * end, *decoder],
             media=(item,),
             num_forced=num_forced,
+            num_encoded=end,
         )
 
     def _check_ids(self, ids: list[int]) -> None:
@@ -193,7 +203,7 @@ class EncoderPrompts:
             if settings.start in self._languages.values():
                 return [language], 0
             first = language
-        if ids[:1] != [settings.start]:
+        if not ids or (self.begins_with_start and ids[:1] != [settings.start]):
             ids = [settings.start, *ids]
         most = self._whole.decoder_length
         if len(ids) >= most:
@@ -209,7 +219,7 @@ class EncoderPrompts:
             return list(decoder or ())
         if self._tokenizer is None:
             raise ValidationError("text prompts need a tokenizer; pass token ids", param=DECODER)
-        return self._tokenizer.encode(decoder, add_special_tokens=False)
+        return self._tokenizer.encode_target(decoder)
 
     def sampled(self, params: SamplingParams) -> SamplingParams:
         """Return parameters that ban the tokens which the checkpoint never generates."""

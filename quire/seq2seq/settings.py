@@ -41,7 +41,7 @@ class DecoderSettings:
 
 
 class _Keys:
-    """Values of two JSON objects, of which the first goes before."""
+    """Values of JSON objects, of which the first that has a key counts."""
 
     def __init__(self, where: str, *objects: dict[str, Any]) -> None:
         self.where = where
@@ -76,6 +76,14 @@ class _Keys:
         )
 
 
+def whole_config(config: EngineConfig) -> dict[str, Any]:
+    """Return config.json of the whole model."""
+    part_of = config.arch.part_of
+    assert part_of is not None, "a decoder belongs to an encoder"
+    values: dict[str, Any] = json.loads(part_of.config)
+    return values
+
+
 def read_settings(config: EngineConfig) -> DecoderSettings:
     """Return the settings of the checkpoint of a resolved configuration.
 
@@ -83,9 +91,10 @@ def read_settings(config: EngineConfig) -> DecoderSettings:
         ModelLoadError: a value is malformed, or no token begins the decoder's prompt.
     """
     arch = config.arch
-    assert arch.part_of is not None, "a decoder belongs to an encoder"
     generation = optional_json_object(Path(config.model_dir) / GENERATION)
-    keys = _Keys(config.model_dir, generation.values, json.loads(arch.part_of.config))
+    whole = whole_config(config)
+    inside = whole.get("decoder")
+    keys = _Keys(config.model_dir, generation.values, whole, inside if isinstance(inside, dict) else {})
     start = keys.token("decoder_start_token_id", arch.vocab_size)
     if start is None:
         start = keys.token("bos_token_id", arch.vocab_size)

@@ -42,12 +42,12 @@ class StepWork:
     positions: int
 
     def features(self) -> tuple[float, ...]:
-        """Return what each amount of `StepCosts` is multiplied by."""
+        """Return what each amount of `PlanCosts` is multiplied by."""
         return (1.0, self.passes, self.samples, self.prompt_tokens, self.positions)
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class PlanCosts:
     """Seconds of a plan, by its work.
 
     Args:
@@ -174,7 +174,7 @@ def _returned_work(plan: Planned, result: Returned, computed: dict[int, int]) ->
     return work_of(starts, plan.num_tokens, samples, passes)
 
 
-def fit_costs(steps: Sequence[MeasuredStep]) -> StepCosts:
+def fit_costs(steps: Sequence[MeasuredStep]) -> PlanCosts:
     """Return the amounts of the least squared relative error, each at least 0.
 
     Raises:
@@ -194,7 +194,7 @@ def fit_costs(steps: Sequence[MeasuredStep]) -> StepCosts:
     amounts = _non_negative(features[kept], seconds[kept])
     error = float(np.mean(np.abs(features[kept] @ amounts / seconds[kept] - 1.0)))
     fitted = dict(zip(AMOUNTS, map(float, amounts), strict=True))
-    return StepCosts(**fitted, error=error, num_steps=len(steps))
+    return PlanCosts(**fitted, error=error, num_steps=len(steps))
 
 
 def _non_negative(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:

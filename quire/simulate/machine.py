@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.engine.trace import Trace
 from quire.errors import ConfigError
 from quire.kv_cache.spec import KVCacheConfig, decode_kv_config, encode_kv_config
-from quire.simulate.costs import StepCosts, fit_costs, measured_steps
+from quire.simulate.costs import PlanCosts, fit_costs, measured_steps
 
 MACHINE_VERSION = 1
 
@@ -28,7 +28,7 @@ class Machine(msgspec.Struct, frozen=True):
     """
 
     model: str
-    costs: StepCosts
+    costs: PlanCosts
     config: EngineConfig
     kv_config: dict[str, Any]
     version: int = MACHINE_VERSION
@@ -43,7 +43,7 @@ class Machine(msgspec.Struct, frozen=True):
         return decode_kv_config(self.kv_config)
 
 
-class _Version(msgspec.Struct):
+class _MachineVersion(msgspec.Struct):
     version: int = 0
 
 
@@ -96,7 +96,7 @@ def read_machine(path: Path) -> Machine:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     try:
-        version = msgspec.json.decode(data, type=_Version).version
+        version = msgspec.json.decode(data, type=_MachineVersion).version
         if version != MACHINE_VERSION:
             raise ConfigError(
                 f"{path} is a machine file of version {version}, not {MACHINE_VERSION}; calibrate again"

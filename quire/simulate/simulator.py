@@ -23,7 +23,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ModelRunnerOutput, RequestUpdate, SchedulerOutput
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
-from quire.simulate.costs import StepCosts, work_of_plan
+from quire.simulate.costs import PlanCosts, work_of_plan
 from quire.simulate.load import SimulatedRequest
 
 SAMPLE_EVERY_S = 0.01  # Shortest time between two samples of a timeline.
@@ -47,7 +47,7 @@ class CostedExecutor(NullExecutor):
     """Null executor whose plans take the time that they cost; a plan starts when it and all before it can."""
 
     def __init__(
-        self, config: EngineConfig, cache: KVCacheConfig, costs: StepCosts, clock: VirtualClock
+        self, config: EngineConfig, cache: KVCacheConfig, costs: PlanCosts, clock: VirtualClock
     ) -> None:
         super().__init__(config, specs=cache.layer_specs)
         self._costs = costs
@@ -132,7 +132,7 @@ class Simulator:
     """
 
     def __init__(
-        self, config: EngineConfig, cache: KVCacheConfig, costs: StepCosts, concurrency: int = 0
+        self, config: EngineConfig, cache: KVCacheConfig, costs: PlanCosts, concurrency: int = 0
     ) -> None:
         self._clock = VirtualClock()
         self._scheduler = Scheduler(config, cache)

@@ -11,28 +11,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Protocol
 
 from quire.engine.front_end import FrontEnd, Outgoing
+from quire.engine.sleep_control import OtherFrontEnds, SleepControl
+from quire.engine.sleep_state import (
+    SCHEDULING,
+    WEIGHTS,
+    EngineSleepState,
+    check_level,
+    check_mode,
+    check_tags,
+)
 from quire.errors import ConflictError
-from quire.sleep.modes import SCHEDULING, WEIGHTS, EngineSleepState, check_level, check_mode, check_tags
 
 IDLE_POLL_S = 0.02  # Interval at which the end of all requests is polled.
-
-
-class OtherFrontEnds(Protocol):
-    """Front ends of the same cores in other processes."""
-
-    async def rest(self, rest: EngineSleepState, *, is_falling_asleep: bool) -> None:
-        """Send them the sleep state, and whether they must reject requests because more will sleep; returns once they
-        have it.
-        """
-
-    async def abort(self) -> None:
-        """Abort all of their requests."""
-
-    async def num_unfinished(self) -> int:
-        """Return their sequences in flight."""
 
 
 class NoOtherFrontEnds:
@@ -48,25 +40,16 @@ class NoOtherFrontEnds:
         return 0
 
 
-class SleepController:
+class SleepController(SleepControl):
     """Sleep and wake-up (see `AsyncLLM`) for one front end that sends by `send`, and for `others`."""
 
+    others: OtherFrontEnds
+
     def __init__(self, front_end: FrontEnd, send: Callable[[list[Outgoing]], None]) -> None:
-        self._front_end = front_end
-        self._send = send
+        super().__init__(front_end, send)
         self._lock = asyncio.Lock()
         self._waking = set[asyncio.Task[None]]()
-        self.others: OtherFrontEnds = NoOtherFrontEnds()
-
-    @property
-    def is_sleeping(self) -> bool:
-        """True if a part is asleep or about to sleep."""
-        return bool(self._front_end.rest) or self._front_end.is_falling_asleep
-
-    @property
-    def refuses(self) -> bool:
-        """True if new requests are refused."""
-        return self._front_end.rest.refuses or self._front_end.is_falling_asleep
+        self.others = NoOtherFrontEnds()
 
     async def sleep(self, level: int, mode: str, *, admits: bool = False) -> None:
         """Abort, await or keep the requests in flight, then put the cores to sleep; `admits`: queue new requests."""

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.sleep_state import LEVELS, MODES, TAGS
 from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.families import ServerFeature
 from quire.entrypoints.openai.openapi.operation import Operation, describe
@@ -15,7 +16,6 @@ from quire.entrypoints.openai.protocol.responses import SleepState
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.tenant import admin_router
 from quire.errors import UnavailableError, ValidationError
-from quire.sleep.modes import LEVELS, MODES, TAGS
 
 controls = admin_router()
 

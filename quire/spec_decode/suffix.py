@@ -21,7 +21,7 @@ SHORTEST = 2  # shortest match; a single token is no evidence
 LONGEST_STRENGTH = 16
 
 
-class _Reader:
+class _OutputPosition:
     """Position of one request's output: end of a text in the young automaton, longest match in the old one."""
 
     def __init__(self, corpus: Corpus) -> None:
@@ -71,7 +71,7 @@ class SuffixDrafter:
 
     def __init__(self, config: EngineConfig) -> None:
         self._corpora = Corpora(config.speculative.settings.suffix_decoding_max_cached_tokens)
-        self._readers: dict[str, _Reader] = {}
+        self._readers: dict[str, _OutputPosition] = {}
 
     def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:
         readers = [self._reader(text) for text in texts]
@@ -83,8 +83,8 @@ class SuffixDrafter:
     def forget(self, request_id: str) -> None:
         self._readers.pop(request_id, None)
 
-    def _reader(self, text: Text) -> _Reader:
+    def _reader(self, text: Text) -> _OutputPosition:
         reader = self._readers.get(text.request_id)
         if reader is None:
-            reader = self._readers[text.request_id] = _Reader(self._corpora.for_owner(text.owner))
+            reader = self._readers[text.request_id] = _OutputPosition(self._corpora.for_owner(text.owner))
         return reader

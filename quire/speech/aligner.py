@@ -20,7 +20,7 @@ from quire.media import MediaItem
 from quire.plugins import import_place
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import Scheduler
-from quire.speech.alignment import UTILITY, Alignment, Weights, pack
+from quire.speech.alignment import UTILITY, Alignment, AlignmentWeights, pack
 from quire.speech.vocabulary import hears
 
 WORK = "quire.speech.cross_attention:start"
@@ -29,7 +29,7 @@ MAX_WAITING = 1024
 
 class _Waiting(NamedTuple):
     work: Any
-    answer: Future[Weights]
+    answer: Future[AlignmentWeights]
 
 
 class WordAligner(CoreFeature):
@@ -47,7 +47,7 @@ class WordAligner(CoreFeature):
     def utilities(self) -> dict[str, Callable[..., Any]]:
         return {UTILITY: self.align}
 
-    def align(self, alignment: Any, item: Any) -> Future[Weights]:
+    def align(self, alignment: Any, item: Any) -> Future[AlignmentWeights]:
         """Return the weights of an `Alignment`, as builtins or not, when they are computed.
 
         Raises:
@@ -56,7 +56,7 @@ class WordAligner(CoreFeature):
         if len(self._waiting) >= MAX_WAITING:
             raise UnavailableError("too many words wait for their times", retry_after=2)
         asked, sound = msgspec.convert(alignment, Alignment), msgspec.convert(item, MediaItem)
-        answer: Future[Weights] = Future()
+        answer: Future[AlignmentWeights] = Future()
         self._waiting.append(_Waiting(import_place(WORK)(asked, sound), answer))
         return answer
 

@@ -33,21 +33,21 @@ class Alignment(msgspec.Struct, frozen=True):
     median_width: int
 
 
-class Weights(msgspec.Struct, frozen=True):
+class AlignmentWeights(msgspec.Struct, frozen=True):
     """Attention of tokens to frames: float32, row by row, in base64."""
 
     num_tokens: int
     data: str
 
 
-def pack(weights: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> Weights:
+def pack(weights: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> AlignmentWeights:
     """Pack weights [T, M] for the way to the front end."""
-    return Weights(len(weights), base64.b64encode(weights.tobytes()).decode())
+    return AlignmentWeights(len(weights), base64.b64encode(weights.tobytes()).decode())
 
 
 def token_times(packed: object) -> list[float]:
     """Return the start of each token, in seconds of its window, from packed weights."""
-    weights = msgspec.convert(packed, Weights)
+    weights = msgspec.convert(packed, AlignmentWeights)
     flat = np.frombuffer(base64.b64decode(weights.data), dtype=np.float32)
     return [
         round(FRAME_S * frame, 2) for frame in first_frames(flat.reshape(weights.num_tokens, -1)).tolist()

@@ -84,14 +84,14 @@ class VerboseReply(msgspec.Struct, kw_only=True):
     ignored: list[str] | UnsetType = UNSET
 
 
-class TextDelta(msgspec.Struct, kw_only=True):
+class TranscriptDelta(msgspec.Struct, kw_only=True):
     """Event with the next part of a transcript."""
 
     type: Literal["transcript.text.delta"] = "transcript.text.delta"
     delta: str
 
 
-class TextDone(msgspec.Struct, kw_only=True):
+class TranscriptDone(msgspec.Struct, kw_only=True):
     """Last event of a transcript."""
 
     type: Literal["transcript.text.done"] = "transcript.text.done"

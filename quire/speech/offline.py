@@ -19,7 +19,7 @@ from quire.errors import ValidationError
 from quire.outputs import RequestOutput
 from quire.speech.alignment import UTILITY, token_times
 from quire.speech.audio import Sound
-from quire.speech.requests import FALLBACK_TEMPERATURES, Ask, SpeechOptions, TimesAsk
+from quire.speech.requests import FALLBACK_TEMPERATURES, Ask, SpeechOptions, TimesAsk, check_beam_size
 from quire.speech.store import OwnedPcm, SpeechStore
 from quire.speech.transcriber import Job, Transcriber
 from quire.speech.transcript import Transcription, WindowText, transcription_of
@@ -285,4 +285,5 @@ def options_of(
         temperatures = tuple(map(float, temperature))
     if not temperatures:
         raise ValidationError("temperature must be a number or a list that is not empty", param="temperature")
+    check_beam_size(rest.get("beam_size", 1))
     return SpeechOptions(language, task, prompt, temperatures=temperatures, **rest)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from quire.entrypoints.openai.protocol.requests import EngineRequest
 from quire.errors import ValidationError
+from quire.sampling_params import MAX_BEAM_WIDTH
 from quire.speech.requests import FALLBACK_TEMPERATURES, SpeechOptions
 
 MULTIPART = "multipart/form-data"
@@ -45,6 +46,7 @@ class TranscriptionRequest(EngineRequest):
     vad_filter: bool = False
     stream: bool = False
     stream_format: Literal["openai", "vllm"] = "openai"
+    beam_size: int = Field(1, ge=1, le=MAX_BEAM_WIDTH)
 
     def options(self, task: str) -> SpeechOptions:
         """Return the options of a transcription.
@@ -76,6 +78,7 @@ class TranscriptionRequest(EngineRequest):
             words=self.wants_words,
             vad_filter=self.vad_filter,
             is_live=self.stream,
+            beam_size=self.beam_size,
         )
 
     @property

@@ -3,7 +3,9 @@
 
 The client sends `session.update`, `input_audio_buffer.append` (base64 of 16-bit samples, mono), `.commit` and `.clear`;
 the server `session.created`, `session.updated`, `transcription.delta`, `transcription.done` and `error`. Samples are
-transcribed in windows: one that is full while the client goes on, cut where it is quietest, the rest at a commit.
+transcribed in windows: one that is full while the client goes on, cut where it is quietest, the rest at a commit. With
+`turn_detection` the server commits, too, at the end of each turn (`quire.speech.turns`), and says when turns begin and
+end.
 
 Invariant: a session holds at most two windows of samples and `MAX_WAITING` windows that wait; a client that sends
 faster is not read from. Its end aborts its requests and removes its files.
@@ -30,11 +32,23 @@ from quire.speech.formats import TokenUsage, usage_tokens
 from quire.speech.requests import SpeechOptions
 from quire.speech.resampling import Resampler, make_resampler
 from quire.speech.transcript import Transcription
+from quire.speech.turns import (
+    FIELD,
+    Speech,
+    Started,
+    Stopped,
+    TurnDetection,
+    TurnEvent,
+    Turns,
+    read_turn_detection,
+)
+from quire.speech.voice import load_detector
 from quire.speech.windows import SEARCHED, quietest
 
 LOW_RATE, HIGH_RATE = 8_000, 48_000
 MAX_WAITING = 4
 MAX_ERRORS = 16
+SETTINGS = ("model", "language", "prompt", "sample_rate", FIELD)
 Event = dict[str, Any]
 
 
@@ -48,6 +62,7 @@ class Settings:
 
     options: SpeechOptions
     rate: int = RATE
+    turns: TurnDetection | None = None
 
 
 class SampleBuffer:
@@ -146,7 +161,8 @@ class Session:
         self._settings = Settings(desk.checked(SpeechOptions(is_live=True)))
         self._buffer = SampleBuffer(desk.window_samples)
         self._waiting: asyncio.Queue[tuple[Samples | None, Settings]] = asyncio.Queue(MAX_WAITING)
-        self._num_errors = self._num_windows = 0
+        self._num_errors = self._num_windows = self._num_turns = 0
+        self._turns: Turns | None = None
 
     async def run(self, messages: AsyncIterator[str]) -> None:
         """Answer messages until there are no more.
@@ -183,20 +199,55 @@ class Session:
     async def _handle(self, event: Event) -> None:
         match event["type"]:
             case "session.update":
-                self._settings = self._updated(event)
+                await self._update(self._updated(event))
                 await self._send({"type": "session.updated", "session": self._described()})
             case "input_audio_buffer.append":
-                self._buffer.add(_samples(event.get("audio")), self._settings.rate)
-                await self._pass_windows()
+                await self._append(_samples(event.get("audio")))
             case "input_audio_buffer.commit":
                 await self._commit(is_final=event.get("final") is True)
             case "input_audio_buffer.clear":
                 self._buffer.pop_rest()
+                await self._update(self._settings)
             case other:
                 raise ValidationError(
                     f"type is {other!r:.60}; it must be session.update, input_audio_buffer.append, .commit or .clear",
                     param="type",
                 )
+
+    async def _update(self, settings: Settings) -> None:
+        """Set the settings; the detection of turns, which they may ask for, begins anew."""
+        turns = None
+        if settings.turns is not None:
+            detector = await self._desk.in_thread(load_detector)
+            first = 0 if self._turns is None else self._turns.num_samples
+            turns = Turns(detector, settings.turns, settings.rate, first)
+        self._settings, self._turns = settings, turns
+
+    async def _append(self, samples: Samples) -> None:
+        if self._turns is None:
+            self._buffer.add(samples, self._settings.rate)
+            await self._pass_windows()
+            return
+        await self._take_turns(await self._desk.in_thread(self._turns.feed, samples))
+
+    async def _take_turns(self, events: list[TurnEvent]) -> None:
+        """Send the client where turns begin and end, and pass on their samples."""
+        for event in events:
+            match event:
+                case Started(at_ms):
+                    self._num_turns += 1
+                    await self._send_turn("speech_started", audio_start_ms=at_ms)
+                case Speech(samples):
+                    self._buffer.add(samples, RATE)
+                    await self._pass_windows()
+                case Stopped(at_ms):
+                    await self._send_turn("speech_stopped", audio_end_ms=at_ms)
+                    await self._end_text()
+                    await self._send_turn("committed")
+
+    async def _send_turn(self, kind: str, **fields: int) -> None:
+        item = f"{self._id}-turn-{self._num_turns}"
+        await self._send({"type": f"input_audio_buffer.{kind}", **fields, "item_id": item})
 
     async def _pass_windows(self) -> None:
         while (window := self._buffer.pop_window()) is not None:
@@ -204,8 +255,13 @@ class Session:
 
     async def _commit(self, *, is_final: bool) -> None:
         """End a text: pass on the rest of its samples. An empty commit that is not final only begins a text."""
-        if self._buffer.is_empty and not is_final:
-            return
+        if self._turns is not None and self._turns.is_open:
+            await self._take_turns(await self._desk.in_thread(self._turns.finish))
+            await self._update(self._settings)
+        elif not self._buffer.is_empty or is_final:
+            await self._end_text()
+
+    async def _end_text(self) -> None:
         self._buffer.finish()
         await self._pass_windows()
         rest = self._buffer.pop_rest()
@@ -217,10 +273,10 @@ class Session:
         """Return the settings that an event asks for, in its `session` or beside it. Raises ValidationError."""
         nested = event.get("session", {})
         given = {**nested, **event} if isinstance(nested, dict) else event
-        unknown = given.keys() - {"type", "session", "event_id", "model", "language", "prompt", "sample_rate"}
+        unknown = given.keys() - {"type", "session", "event_id", *SETTINGS}
         if unknown:
             raise ValidationError(
-                f"session.update has {min(unknown)!r:.60}; known are model, language, prompt and sample_rate",
+                f"session.update has {min(unknown)!r:.60}; known are {', '.join(SETTINGS)}",
                 param=min(unknown)[:64],
             )
         if given.get("model") is not None:
@@ -234,12 +290,15 @@ class Session:
             raise ValidationError(
                 "sample_rate cannot change before a commit of what was sent", param="sample_rate"
             )
+        turns = read_turn_detection(given[FIELD]) if FIELD in given else self._settings.turns
+        if turns != self._settings.turns and not self._buffer.is_empty:
+            raise ValidationError(f"{FIELD} cannot change before a commit of what was sent", param=FIELD)
         if "language" in given:
             options = replace(options, language=_text(given, "language"))
         if "prompt" in given:
             options = replace(options, prompt=_text(given, "prompt"))
         self._desk.check_prompt(options)
-        return Settings(self._desk.checked(options), rate)
+        return Settings(self._desk.checked(options), rate, turns)
 
     def _described(self) -> Event:
         options = self._settings.options
@@ -248,6 +307,7 @@ class Session:
             "language": options.language,
             "prompt": options.prompt,
             "sample_rate": self._settings.rate,
+            FIELD: None if self._settings.turns is None else self._settings.turns.described(),
         }
 
     async def _transcribe(self) -> None:

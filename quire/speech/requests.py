@@ -16,10 +16,10 @@ from quire.errors import EngineError, ValidationError
 from quire.inputs import TokensPrompt
 from quire.media import MediaItem
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import MAX_BEAM_WIDTH, BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.speech.alignment import Alignment
 from quire.speech.features import HOP
-from quire.speech.rules import rule_args
+from quire.speech.rules import rule_args, sink_of
 from quire.speech.vocabulary import SpeechVocabulary
 
 FALLBACK_TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -48,6 +48,7 @@ class SpeechOptions:
         words: whether words with times are wanted.
         vad_filter: whether only windows with a voice are transcribed.
         is_live: whether texts are wanted while they grow; then no second temperature is tried.
+        beam_size: beams of a search at temperature 0, whose text is wanted; 1: none.
     """
 
     language: str | None = None
@@ -62,6 +63,11 @@ class SpeechOptions:
     words: bool = False
     vad_filter: bool = False
     is_live: bool = False
+    beam_size: int = 1
+
+    def searches(self, temperature: float) -> bool:
+        """Return whether texts at this temperature come from a beam search."""
+        return self.beam_size > 1 and temperature == 0.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Ask:
     """
 
     prompt: TokensPrompt
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     is_live: bool = False
 
 
@@ -93,6 +99,14 @@ class TimesAsk:
     alignment: Alignment
     item: MediaItem
     audio: WindowAudio
+
+
+def check_beam_size(given: object) -> None:
+    """Raise ValidationError unless it is a number of beams."""
+    if type(given) is not int or not 1 <= given <= MAX_BEAM_WIDTH:
+        raise ValidationError(
+            f"beam_size must be an integer in [1, {MAX_BEAM_WIDTH}], got {given!r:.40}", param="beam_size"
+        )
 
 
 def item_of(words: SpeechVocabulary, audio: WindowAudio) -> MediaItem:
@@ -152,16 +166,29 @@ def text_request(
 ) -> Ask:
     """Return the request for a window's text."""
     room = words.context - len(ids)
+    max_tokens = room if options.max_tokens is None else max(1, min(options.max_tokens, room))
+    if options.searches(temperature):
+        return Ask(prompt_of(words, audio, ids), _search(words, options, max_tokens))
     params = SamplingParams(
         temperature=temperature,
         seed=DEFAULT_SEED if options.seed is None else options.seed,
-        max_tokens=room if options.max_tokens is None else max(1, min(options.max_tokens, room)),
+        max_tokens=max_tokens,
         logprobs=0,
         detokenize=False,
         extra_args=rule_args(timestamps=options.timestamps),
         output_kind=RequestOutputKind.CUMULATIVE if is_live else RequestOutputKind.FINAL_ONLY,
     )
     return Ask(prompt_of(words, audio, ids), params, is_live)
+
+
+def _search(words: SpeechVocabulary, options: SpeechOptions, max_tokens: int) -> BeamSearchParams:
+    """Return the parameters of a beam search, equal to that of transformers."""
+    return BeamSearchParams(
+        beam_width=options.beam_size,
+        max_tokens=max_tokens,
+        banned_token_ids=(sink_of(words, timestamps=options.timestamps),),
+        extra_args=rule_args(timestamps=options.timestamps, keeps_mass=True),
+    )
 
 
 def language_request(words: SpeechVocabulary, audio: WindowAudio) -> Ask:
@@ -187,12 +214,12 @@ def _first_token(words: SpeechVocabulary, audio: WindowAudio, ids: Sequence[int]
 
 
 def completion_of(output: RequestOutput) -> CompletionOutput:
-    """Return an output's completion.
+    """Return an output's completion, of several beams the best.
 
     Raises:
         EngineError: the request failed; ValidationError: it was refused.
     """
-    (completion,) = output.outputs
+    completion = output.outputs[0]
     if completion.finish_reason in ("error", "abort", "timeout"):
         reason = f"the audio could not be transcribed ({completion.finish_reason}): {completion.stop_reason}"
         raise ValidationError(reason, param="file") if completion.refused else EngineError(reason)

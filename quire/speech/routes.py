@@ -45,7 +45,7 @@ OPERATION = Operation(
     body=(TranscriptionRequest,),
     is_form=True,
     reply=formats.TranscriptReply | formats.VerboseReply,
-    stream=data_events(formats.TextDelta | formats.TextDone | formats.TranscriptChunk),
+    stream=data_events(formats.TranscriptDelta | formats.TranscriptDone | formats.TranscriptChunk),
     other=TEXTS,
     errors=(404, 504),
     headers=READ_HEADERS,
@@ -212,10 +212,10 @@ class _Events:
 
     def closing(self, found: Transcription) -> bytes:
         """Return the last event."""
-        return frame(formats.TextDone(text=found.text, usage=formats.usage_tokens(found)))
+        return frame(formats.TranscriptDone(text=found.text, usage=formats.usage_tokens(found)))
 
     def _event(self, added: str) -> bytes:
-        return frame(formats.TextDelta(delta=added))
+        return frame(formats.TranscriptDelta(delta=added))
 
 
 class _VllmEvents(_Events):

@@ -19,14 +19,19 @@ from quire.speech.vocabulary import SpeechVocabulary, read_vocabulary
 if TYPE_CHECKING:
     from torch import Tensor
 
-ARGUMENT, TIMESTAMPS = "speech", "timestamps"
+ARGUMENT, TIMESTAMPS, KEEPS_MASS = "speech", "timestamps", "keeps_mass"
 PLACE = "quire.speech.rules:SpeechRules"
 NEVER = -math.inf
 
 
-def rule_args(*, timestamps: bool) -> dict[str, Any]:
-    """Return the `extra_args` of a request under the rules."""
-    return {ARGUMENT: {TIMESTAMPS: timestamps}}
+def rule_args(*, timestamps: bool, keeps_mass: bool = False) -> dict[str, Any]:
+    """Return the `extra_args` of a request under the rules; `keeps_mass` as in `RequestRules`."""
+    return {ARGUMENT: {TIMESTAMPS: timestamps, KEEPS_MASS: keeps_mass}}
+
+
+def sink_of(words: SpeechVocabulary, *, timestamps: bool) -> int:
+    """Return a token that the rules always ban."""
+    return words.no_timestamps if timestamps else words.first_timestamp
 
 
 class SpeechRules(LogitsProcessor):
@@ -41,7 +46,8 @@ class SpeechRules(LogitsProcessor):
         asked = (params.extra_args or {}).get(ARGUMENT)
         if asked is None:
             return None
-        return RequestRules(self._vocabulary, timestamps=bool(asked[TIMESTAMPS]))
+        keeps_mass = bool(asked.get(KEEPS_MASS, False))
+        return RequestRules(self._vocabulary, timestamps=bool(asked[TIMESTAMPS]), keeps_mass=keeps_mass)
 
 
 def _tokenizer_file(config: EngineConfig) -> Any:
@@ -56,14 +62,28 @@ class RequestRules:
 
     With timestamps: a text lies between two of them, which never go back; the first is at most `max_initial`; and where
     all timestamps together are likelier than every text token, a timestamp is sampled.
+
+    Args:
+        keeps_mass: banned tokens' probability goes to one of them (`sink_of`), so that the logprobs of the others stay.
+            A beam search adds these up, as transformers does, and passes over that token.
     """
 
-    def __init__(self, vocabulary: SpeechVocabulary, *, timestamps: bool) -> None:
+    def __init__(self, vocabulary: SpeechVocabulary, *, timestamps: bool, keeps_mass: bool = False) -> None:
         self._words = vocabulary
         self._timestamps = timestamps
+        self._sink = sink_of(vocabulary, timestamps=timestamps) if keeps_mass else None
 
     def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: Tensor) -> None:
         """Change the logits [V] of the token after `output_ids`."""
+        if self._sink is None:
+            self._apply(output_ids, logits)
+            return
+        before = logits.logsumexp(dim=-1)
+        self._apply(output_ids, logits)
+        kept = (logits.logsumexp(dim=-1) - before).exp()
+        logits[self._sink] = before + (1.0 - kept).clamp(min=0.0).log()
+
+    def _apply(self, output_ids: list[int], logits: Tensor) -> None:
         words = self._words
         logits[list(words.suppressed)] = NEVER
         if not output_ids:

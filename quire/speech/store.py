@@ -18,7 +18,7 @@ from pathlib import Path
 from quire.errors import UnavailableError, ValidationError
 from quire.multimodal.arrays import write_arrays
 from quire.multimodal.door.files import MediaFiles
-from quire.multimodal.door.layout import Layout
+from quire.multimodal.door.layout import PlaceholderLayout
 from quire.processes import exit_reason, start_python
 from quire.speech.audio import Sound, decode, write_samples
 from quire.speech.features import log_mel
@@ -109,7 +109,7 @@ class SpeechStore:
                     num_bytes = write_arrays(self._files.path_of(digest), {FEATURES: features})
                 except OSError as error:
                     raise UnavailableError(f"features cannot be stored: {error.strerror}") from None
-                item = self._files.add(digest, "audio", Layout("", []), num_bytes)
+                item = self._files.add(digest, "audio", PlaceholderLayout("", []), num_bytes)
             lease = self._files.lease(digest)
         return WindowAudio(digest, item.path, (lease,))
 

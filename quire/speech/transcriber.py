@@ -76,7 +76,8 @@ class Transcriber:
         is_live = options.is_live and silence is not None and silence <= SILENCE_PROB
         num_tokens, attempts = 0, list[Attempt]()
         for temperature in options.temperatures[: 1 if options.is_live else None]:
-            output = yield text_request(self.words, options, audio, ids, temperature, is_live=is_live)
+            grows = is_live and not options.searches(temperature)
+            output = yield text_request(self.words, options, audio, ids, temperature, is_live=grows)
             attempt = read_attempt(self.words, output, temperature, self.decode)
             num_tokens += len(attempt.tokens)
             attempts.append(attempt)

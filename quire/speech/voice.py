@@ -76,6 +76,14 @@ class VoiceDetector:
             )
             yield self._recur(features[: -(-(end - start) // CHUNK)], state)
 
+    def next_probability(self, samples: Samples, state: Floats) -> float:
+        """Samples [1, 576] of the next chunk, with those before it; the LSTM's state [2, 128] is changed."""
+        return float(self._recur(self._features(samples), state)[0])
+
+    def stream(self) -> VoiceStream:
+        """Return the detection in a sound that arrives chunk by chunk."""
+        return VoiceStream(self)
+
     def _features(self, chunks: Samples) -> Floats:
         """chunks [N, 576] -> [N, 128]."""
         padded = np.pad(chunks, ((0, 0), (0, CONTEXT)), mode="reflect")
@@ -113,30 +121,45 @@ class VoiceDetector:
         )
 
 
+class VoiceStream:
+    """Detection in a sound that arrives chunk by chunk."""
+
+    def __init__(self, detector: VoiceDetector) -> None:
+        self._detector = detector
+        self._state = np.zeros((2, SIZE), dtype=np.float32)
+        self._before = np.zeros(CONTEXT, dtype=np.float32)
+
+    def feed(self, chunk: Samples) -> float:
+        """Return the probability of speech in the next 512 samples."""
+        samples = np.concatenate([self._before, chunk])
+        self._before = samples[-CONTEXT:]
+        return self._detector.next_probability(samples[None], self._state)
+
+
 def _sigmoid(x: Floats) -> Floats:
     return np.asarray(0.5 * (1.0 + np.tanh(0.5 * x)), dtype=np.float32)
 
 
-class Span(NamedTuple):
+class SpeechSpan(NamedTuple):
     """Samples [start, end) with speech."""
 
     start: int
     end: int
 
 
-def spans_of(probabilities: Iterator[Floats], num_samples: int) -> Iterator[Span]:
+def spans_of(probabilities: Iterator[Floats], num_samples: int) -> Iterator[SpeechSpan]:
     """Yield the spans with speech, from the probabilities of chunks.
 
     Speech begins above 0.5 and ends with a second below 0.35. Spans under a quarter of a second are dropped, the others
     are widened by 0.4 s, and joined where they meet then.
     """
-    last: Span | None = None
+    last: SpeechSpan | None = None
     for span in _raw_spans(probabilities):
         if span.end - span.start < MIN_SPEECH:
             continue
-        wide = Span(max(0, span.start - PADDING), min(num_samples, span.end + PADDING))
+        wide = SpeechSpan(max(0, span.start - PADDING), min(num_samples, span.end + PADDING))
         if last is not None and wide.start <= last.end:
-            last = Span(last.start, wide.end)
+            last = SpeechSpan(last.start, wide.end)
             continue
         if last is not None:
             yield last
@@ -145,7 +168,7 @@ def spans_of(probabilities: Iterator[Floats], num_samples: int) -> Iterator[Span
         yield last
 
 
-def _raw_spans(probabilities: Iterator[Floats]) -> Iterator[Span]:
+def _raw_spans(probabilities: Iterator[Floats]) -> Iterator[SpeechSpan]:
     start: int | None = None
     end = chunk_start = 0
     for probability in (float(one) for block in probabilities for one in block):
@@ -153,19 +176,19 @@ def _raw_spans(probabilities: Iterator[Floats]) -> Iterator[Span]:
             start = chunk_start if start is None else start
             end = chunk_start + CHUNK
         elif start is not None and chunk_start + CHUNK - end >= MIN_SILENCE:
-            yield Span(start, end)
+            yield SpeechSpan(start, end)
             start = None
         chunk_start += CHUNK
     if start is not None:
-        yield Span(start, end)
+        yield SpeechSpan(start, end)
 
 
 def voiced_windows(sound: PcmFile, window_samples: int, detector: VoiceDetector) -> Iterator[Window]:
     """Yield windows of at most `window_samples` that cover all speech, cut in pauses, and in a long speech's quiet."""
-    open_at: Span | None = None
+    open_at: SpeechSpan | None = None
     for span in spans_of(detector.probabilities(sound), sound.num_samples):
         if open_at is not None and span.end - open_at.start <= window_samples:
-            open_at = Span(open_at.start, span.end)
+            open_at = SpeechSpan(open_at.start, span.end)
             continue
         if open_at is not None:
             yield from windows_of(sound, window_samples, *open_at)
@@ -186,7 +209,7 @@ def load_detector() -> VoiceDetector:
     path = next((one for one in (Path(folder) / FILE for folder in folders) if one.is_file()), None)
     if path is None:
         raise ValidationError(
-            f"{PARAM} needs the weights of silero-vad on the server: {INSTALL}", param=PARAM
+            f"{PARAM} and server_vad need the weights of silero-vad on the server: {INSTALL}", param=PARAM
         )
     try:
         return VoiceDetector(read_arrays(path.read_bytes()))

@@ -32,14 +32,14 @@ class Word:
 
 
 @dataclass
-class _Group:
+class _WordGroup:
     """Text of adjacent tokens [first, last]."""
 
     text: str
     first: int
     last: int
 
-    def add(self, other: _Group) -> None:
+    def add(self, other: _WordGroup) -> None:
         """Append the group behind this one."""
         self.text += other.text
         self.last = other.last
@@ -59,26 +59,26 @@ def words_of(
     return [Word(one.text, times[one.first][0], times[one.last][1]) for one in groups]
 
 
-def _characters(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[_Group]:
+def _characters(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[_WordGroup]:
     """Group tokens until each group's text is whole characters."""
     whole = decode(list(tokens))
-    groups, first, length = list[_Group](), 0, 0
+    groups, first, length = list[_WordGroup](), 0, 0
     for last in range(len(tokens)):
         text = decode(list(tokens[first : last + 1]))
         unfinished = text.find(_UNFINISHED)
         place = length + unfinished
         # The mark of an unfinished character may also be a character of the text.
         if unfinished < 0 or place >= len(whole) or whole[place] == _UNFINISHED:
-            groups.append(_Group(text, first, last))
+            groups.append(_WordGroup(text, first, last))
             first, length = last + 1, length + len(text)
     if first < len(tokens):
-        groups.append(_Group(decode(list(tokens[first:])), first, len(tokens) - 1))
+        groups.append(_WordGroup(decode(list(tokens[first:])), first, len(tokens) - 1))
     return groups
 
 
-def _joined_by_spaces(groups: list[_Group]) -> list[_Group]:
+def _joined_by_spaces(groups: list[_WordGroup]) -> list[_WordGroup]:
     """Join groups up to the next that begins with a space or is punctuation."""
-    words = list[_Group]()
+    words = list[_WordGroup]()
     for one in groups:
         if not words or one.text.startswith(" ") or one.text.strip() in string.punctuation:
             words.append(one)
@@ -87,14 +87,14 @@ def _joined_by_spaces(groups: list[_Group]) -> list[_Group]:
     return words
 
 
-def _with_punctuation(groups: list[_Group]) -> list[_Group]:
+def _with_punctuation(groups: list[_WordGroup]) -> list[_WordGroup]:
     """Join opening marks to the word behind them, and closing marks to the word before."""
-    opened = list[_Group]()
+    opened = list[_WordGroup]()
     for one in reversed(groups):
         if opened and one.text.startswith(" ") and one.text.strip() in BEFORE_WORD:
             one.add(opened.pop())
         opened.append(one)
-    words = list[_Group]()
+    words = list[_WordGroup]()
     for one in reversed(opened):
         if words and not words[-1].text.endswith(" ") and one.text in BEHIND_WORD:
             words[-1].add(one)

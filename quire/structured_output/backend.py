@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 
 EVERYTHING = -1  # mask word that allows all of its tokens
 DEAD_END = "the grammar allows no further token"  # message of a `GrammarError` for an empty mask

@@ -46,11 +46,12 @@ from quire.structured_output.checker import (
     write_frame,
 )
 from quire.structured_output.normalize import FLEXIBLE_SPACE
-from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.schema import Path as SchemaPath
 from quire.structured_output.schema import pointer
 from quire.structured_output.structural_tag import at_origin, from_fields
-from quire.structured_output.vocabulary import BYTES_END, MaskBudget, Vocabulary
+from quire.structured_output.vocabulary import MaskBudget
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import BYTES_END, Vocabulary
 
 NICENESS = 10
 WATCH_S = 0.5

@@ -24,8 +24,8 @@ import msgspec
 from quire.errors import UnavailableError, ValidationError
 from quire.processes import start_python
 from quire.structured_output.backends import AUTO
-from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings, invalid
 from quire.structured_output.turns import FairTurns, Turn
+from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings, invalid
 
 SIZE = struct.Struct("<I")
 WALL_FACTOR = (

@@ -32,10 +32,10 @@ def to_rust(pattern: str) -> str:
     Raises:
         RegexError: it has a lookaround, a backreference or a word boundary, or is invalid.
     """
-    return _Reader(pattern).read()
+    return _RegexReader(pattern).read()
 
 
-class _Reader:
+class _RegexReader:
     """Reader of one expression."""
 
     def __init__(self, pattern: str) -> None:

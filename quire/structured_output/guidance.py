@@ -19,9 +19,10 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.structured_output.backend import DEAD_END, Grammar, GrammarBackend, GrammarError, Masks, Matcher
-from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.structural_tag import Format, TagWriter, format_of
-from quire.structured_output.vocabulary import LongestTokens, Vocabulary
+from quire.structured_output.vocabulary import LongestTokens
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Allows every tokenization of forced text, not only the library's preferred one."""
@@ -42,10 +43,10 @@ def lark_of(
         quote: quotes an expression for use between slashes.
         as_lark: converts a grammar to Lark.
     """
-    return _Writer(json_options, special, quote, as_lark).grammar(tag)
+    return _GuidanceWriter(json_options, special, quote, as_lark).grammar(tag)
 
 
-class _Writer(TagWriter):
+class _GuidanceWriter(TagWriter):
     def __init__(
         self,
         json_options: dict[str, Any],
@@ -197,7 +198,7 @@ ROWS = re.compile(r"Too many items \(limit (\d+)")
 class GuidanceBackend(GrammarBackend):
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
-        self._tokens = _Tokens(vocabulary)
+        self._tokens = _TokenizerTokens(vocabulary)
         wrapper: Any = self._tokens
         self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(vocabulary.ends))
 
@@ -229,7 +230,7 @@ class GuidanceBackend(GrammarBackend):
 class _GuidanceGrammar(Grammar):
     """Compiled grammar: a matcher at the start, whose copies share the lexer states."""
 
-    def __init__(self, tokens: _Tokens, tokenizer: Any, text: str) -> None:
+    def __init__(self, tokens: _TokenizerTokens, tokenizer: Any, text: str) -> None:
         limits = llguidance.LLParserLimits(**limits_of(text))
         self._tokens = tokens
         self._make: Callable[[], Any] = lambda: llguidance.LLMatcher(
@@ -247,7 +248,7 @@ class _GuidanceGrammar(Grammar):
 class _GuidanceMatcher(Matcher):
     """`Matcher` of the library, which is not queried after an error."""
 
-    def __init__(self, matcher: Any, tokens: _Tokens) -> None:
+    def __init__(self, matcher: Any, tokens: _TokenizerTokens) -> None:
         self._matcher = matcher
         self._tokens = tokens
 
@@ -290,7 +291,7 @@ class _GuidanceMatcher(Matcher):
         return self._tokens.longest(forced)
 
 
-class _Tokens:
+class _TokenizerTokens:
     """Vocabulary in the form of the library's tokenizer wrapper."""
 
     is_tokenizer_wrapper = True

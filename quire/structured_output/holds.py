@@ -7,11 +7,13 @@ Invariant: every hold is released, even if its grammar cannot be compiled; then 
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 
 from quire.config import EngineConfig
 from quire.engine.core_feature import CoreFeature
 from quire.engine.messages import EngineCoreRequest
 from quire.engine.step_loop import Clock
+from quire.engine.tokenizer_cache import load_vocabulary
 from quire.executor.base import Executor
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
@@ -27,9 +29,14 @@ class GrammarHolds(CoreFeature):
 
     def __init__(self, config: EngineConfig, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
         super().__init__(config, executor, scheduler, clock)
+        executor.use_vocabulary(partial(load_vocabulary, config))
         self._pending: dict[str, Future[None]] = {}
         self._keys: dict[bytes, str] = {}
         self._num_holds = 0
+
+    @staticmethod
+    def is_wanted(config: EngineConfig) -> bool:
+        return config.pooling is None
 
     @property
     def patience_s(self) -> float | None:

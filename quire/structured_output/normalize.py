@@ -8,7 +8,6 @@ the limits here; `Checker` finds out whether it compiles within time and memory.
 from __future__ import annotations
 
 from quire.errors import ValidationError
-from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings, invalid
 from quire.structured_output.schema import (
     MAX_SCHEMA_BYTES,
     Path,
@@ -18,6 +17,7 @@ from quire.structured_output.schema import (
     pointer,
 )
 from quire.structured_output.structural_tag import normalize_tag
+from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings, invalid
 
 MAX_GRAMMAR_BYTES = MAX_SCHEMA_BYTES
 FLEXIBLE_SPACE = r"( |\n( {0,20}|\t{0,10}))?"

@@ -15,18 +15,23 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from quire.config import EngineConfig
+from quire.engine.params_checks import ParamsChecks
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import UnavailableError, ValidationError
 from quire.sampling_params import SamplingParams
 from quire.structured_output.checker import Checker, CheckLimitError
 from quire.structured_output.normalize import normalize
-from quire.structured_output.params import PARAM, StructuredOutputsParams
 from quire.structured_output.turns import Turn
+from quire.structured_outputs_params import PARAM, StructuredOutputsParams
 
 MAX_REMEMBERED = 256  # encoded constraints within the limits of `normalize`
 
 
-class Constraints:
+_CHECKS = ThreadPoolExecutor(64, thread_name_prefix="quire-constraints")
+"""Threads that wait for checkers, as many as there may be; waiting for a turn needs none."""
+
+
+class Constraints(ParamsChecks):
     """Constraint checks with a cache of verdicts. Thread-safe; `close` ends its processes."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, ends: list[int]) -> None:
@@ -72,6 +77,20 @@ class Constraints:
             except TimeoutError:
                 raise busy() from None
             return self.validated_in_turn(params, turn)
+
+    async def validated_async(self, params: SamplingParams, tenant: str = "") -> SamplingParams:
+        known = self.known(params)
+        if known is not None:
+            return known
+        with self.take_turn(tenant) as turn:
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(turn.granted), self.max_wait_s)
+            except TimeoutError:
+                raise busy() from None
+            # The thread ends the turn; it continues if the client disconnects.
+            return await asyncio.get_running_loop().run_in_executor(
+                _CHECKS, self.validated_in_turn, params, turn
+            )
 
     @property
     def max_wait_s(self) -> float:
@@ -151,29 +170,3 @@ def _name(wanted: StructuredOutputsParams) -> bytes:
 def busy() -> UnavailableError:
     """Return the error of a request whose turn did not come in time."""
     return UnavailableError("constraints of other requests are being checked; try again", retry_after=5)
-
-
-_CHECKS = ThreadPoolExecutor(64, thread_name_prefix="quire-constraints")
-"""Threads that wait for checkers, as many as there may be; waiting for a turn needs none."""
-
-
-class ConstraintChecks:
-    """Constraint checks of an asynchronous engine."""
-
-    def __init__(self, constraints: Constraints) -> None:
-        self._constraints = constraints
-
-    async def validated(self, params: SamplingParams, tenant: str = "") -> SamplingParams:
-        """Await `Constraints.validated`; raises as it does."""
-        known = self._constraints.known(params)
-        if known is not None:
-            return known
-        with self._constraints.take_turn(tenant) as turn:
-            try:
-                await asyncio.wait_for(asyncio.wrap_future(turn.granted), self._constraints.max_wait_s)
-            except TimeoutError:
-                raise busy() from None
-            # The thread ends the turn; it continues if the client disconnects.
-            return await asyncio.get_running_loop().run_in_executor(
-                _CHECKS, self._constraints.validated_in_turn, params, turn
-            )

@@ -20,7 +20,7 @@ from quire.structured_output.ecma_regex import RegexError, to_rust
 from quire.structured_output.formats import AS_PATTERN
 from quire.structured_output.formats import LIBRARY as LIBRARY_FORMATS
 from quire.structured_output.formats import REFUSED as REFUSED_FORMATS
-from quire.structured_output.params import invalid
+from quire.structured_outputs_params import invalid
 
 SCALAR = "scalar"
 KINDS = frozenset({"object", "array", SCALAR})

@@ -17,8 +17,9 @@ from weakref import WeakValueDictionary
 
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Matcher
 from quire.structured_output.backends import resolve_backend
-from quire.structured_output.params import MiB, StructuredOutputsParams, StructuredOutputsSettings
-from quire.structured_output.vocabulary import MaskBudget, Vocabulary
+from quire.structured_output.vocabulary import MaskBudget
+from quire.structured_outputs_params import MiB, StructuredOutputsParams, StructuredOutputsSettings
+from quire.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 

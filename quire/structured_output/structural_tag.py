@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.errors import ValidationError
-from quire.structured_output.params import PARAM, StructuredOutputsParams, invalid
 from quire.structured_output.schema import Path, normalize_schema, parse_json, pointer
+from quire.structured_outputs_params import PARAM, StructuredOutputsParams, invalid
 
 Format = dict[str, Any]
 
@@ -181,7 +181,7 @@ def normalize_tag(tag: Any, *, closed: bool) -> Format:
     Raises:
         ValidationError: wrong form, or a schema in it cannot be enforced; the message has the JSON pointer.
     """
-    return _Reader(closed).format(tag, (f"{PARAM}.{NAME}",))
+    return _FormatReader(closed).format(tag, (f"{PARAM}.{NAME}",))
 
 
 def as_format(params: StructuredOutputsParams) -> Format:
@@ -247,7 +247,7 @@ def _error(path: Path, why: str) -> ValidationError:
     return ValidationError(f"{field} at {pointer(tuple(place))}: {why}", param=field)
 
 
-class _Reader:
+class _FormatReader:
     """Checks formats and normalizes their schemas; a path begins with the request field."""
 
     def __init__(self, closed: bool) -> None:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabulary of a model as grammars need it, and the CPU budget of a request's masks."""
+"""CPU budget of a request's masks, and a greedy tokenizer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_outputs_params import StructuredOutputsParams
 
 LEAST_MS = 0.5  # least mean per text of a request with many texts
 BURST_MS = 250.0  # allowance beyond the mean, for lexer states built once
@@ -55,32 +53,6 @@ class MaskBudget:
             f"computing the allowed tokens takes more than {self._mean_ms:g} ms of CPU time per step; make the grammar "
             "less ambiguous, with only one way to derive a text, or the constraint smaller"
         )
-
-
-BYTES_END = 256  # id of the end token in `Vocabulary.from_bytes`
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Tokens of a model, by id.
-
-    Attributes:
-        tokens: bytes that each token adds to a text, perhaps partial characters; empty for ids without text.
-        special: literals of special tokens -> ids; they are no text, but a grammar may name them.
-        ends: ids that end a text, at least one.
-    """
-
-    tokens: list[bytes]
-    special: dict[str, int]
-    ends: tuple[int, ...]
-
-    @staticmethod
-    def from_bytes(special: tuple[str, ...] = ()) -> Vocabulary:
-        """Return a vocabulary of all bytes, an end token and these special tokens."""
-        tokens = [bytes([byte]) for byte in range(256)]
-        names = dict.fromkeys(("<end>", *special))
-        ids = {name: BYTES_END + place for place, name in enumerate(names)}
-        return Vocabulary([*tokens, *(b"" for _ in ids)], ids, (BYTES_END,))
 
 
 class LongestTokens:

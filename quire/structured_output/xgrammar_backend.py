@@ -18,8 +18,9 @@ import xgrammar
 from quire.structured_output.backend import DEAD_END, Grammar, GrammarBackend, GrammarError, Masks, Matcher
 from quire.structured_output.ebnf.constraints import ebnf_of
 from quire.structured_output.ebnf.expressions import refusal
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import LongestTokens, Vocabulary
+from quire.structured_output.vocabulary import LongestTokens
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 
 MAX_REASON_CHARS = 300
 PLACE = re.compile(r"^\[[\d:]+\] \S+: (?:Check failed: .* is false: )?")
@@ -29,7 +30,7 @@ NO_TEXT = b"\xff"  # prefix for names of tokens without text; no character conta
 class XGrammarBackend(GrammarBackend):
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
-        self._tokens = _Tokens(vocabulary)
+        self._tokens = _MatcherVocabulary(vocabulary)
         info = xgrammar.TokenizerInfo(
             self._tokens.names,
             vocab_type=xgrammar.VocabType.RAW,
@@ -50,7 +51,7 @@ class XGrammarBackend(GrammarBackend):
         raise refusal("a whitespace_pattern")  # the library has no difference of expressions
 
 
-class _Tokens:
+class _MatcherVocabulary:
     """Facts about a vocabulary that its matchers need."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -70,7 +71,7 @@ class _Tokens:
 class _XGrammar(Grammar):
     """Compiled grammar; its matchers share no bounded states."""
 
-    def __init__(self, compiled: Any, tokens: _Tokens, *, has_tokens: bool) -> None:
+    def __init__(self, compiled: Any, tokens: _MatcherVocabulary, *, has_tokens: bool) -> None:
         self._compiled = compiled
         self._tokens = tokens
         self._has_tokens = has_tokens
@@ -81,7 +82,7 @@ class _XGrammar(Grammar):
 
 
 class _XGrammarMatcher(Matcher):
-    def __init__(self, matcher: Any, tokens: _Tokens, has_tokens: bool) -> None:
+    def __init__(self, matcher: Any, tokens: _MatcherVocabulary, has_tokens: bool) -> None:
         self._matcher = matcher
         self._tokens = tokens
         self._has_tokens = has_tokens

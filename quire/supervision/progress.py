@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress, hang detection and restart policy of engine cores.
-
-`Progress`: shared memory that outlives the core. The core writes, its parent reads, and neither waits for the other.
-Requests are written before work on them begins, so they are known however the core ended.
+"""Hang detection and restart policy of engine cores.
 
 `ExpectedCosts`: estimates of step durations that err upward. A step costs a constant, plus a cost per token and per
 attended position; k times the tokens and positions cost at most k times as much. Steps are classified by both, with
@@ -15,36 +12,22 @@ engine.
 
 from __future__ import annotations
 
-import hashlib
-import math
-import mmap
-import struct
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from quire.config.scheduler import BUSY_FACTOR
+from quire.engine.core_progress import ProgressFile
+from quire.engine.supervision import STALL_S, Supervision, Verdict
+from quire.executor.base import Executor
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
-
-if TYPE_CHECKING:
-    from quire.executor.base import Executor
-
 
 WINDOW_S = 600.0
 # Delay before a restart, after the first, second and third death within WINDOW_S.
 BACKOFF_S = (0.0, 1.0, 5.0)
 MAX_DEATHS = len(BACKOFF_S)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Delay of the restart (None: the engine has died with the core), and the requests that are not resumed."""
-
-    restart_in_s: float | None
-    failed: frozenset[str] = frozenset()
 
 
 class Blame:
@@ -92,7 +75,8 @@ class Supervisor:
             deaths.popleft()
         deaths.append(now)
         if len(deaths) > MAX_DEATHS:
-            return Verdict(None)
+            which = f"it was the {MAX_DEATHS + 1}th death in {WINDOW_S / 60:g} minutes"
+            return Verdict(None, reason=which)
         return Verdict(BACKOFF_S[len(deaths) - 1], self._blame.failed(in_flight, in_work, elsewhere))
 
     def left(self, in_flight: Set[str], in_work: Set[str], elsewhere: Set[str] = frozenset()) -> Verdict:
@@ -153,150 +137,7 @@ def _times(kind: Work, other: Work) -> int:
 KNOWN_BUSY_FACTOR = 2  # Timeouts that a core may compute without a step if its expected duration is known.
 LONGEST_FACTOR = 10  # Multiple of the expected, or the longest, step duration that is allowed.
 MAX_POLL_S = 1.0  # Longer intervals between polls are not the core's silence: the poller itself was delayed.
-STALL_S = 5.0  # A core without progress and computation for so long is not ready for requests.
 TICK_S = 0.01  # Clock tick of processor time in the kernel; one tick may be the parent watchdog's.
-
-STAGES = ("starting", "weights", "warm_up", "kv_cache")
-"""Stages of loading: the process starts, weights are read, the largest steps run once, the KV cache is made."""
-
-
-class LoadingState(NamedTuple):
-    """Stage of a core that loads, with the bytes of weights read so far and altogether; 0: unknown."""
-
-    stage: str
-    done_bytes: int
-    total_bytes: int
-    elapsed_s: float
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Estimate of what is left of the weights; None: unknown."""
-        if not self.done_bytes or self.elapsed_s <= 0:
-            return None
-        return (self.total_bytes - self.done_bytes) * self.elapsed_s / self.done_bytes
-
-    def __str__(self) -> str:
-        """Return what a client reads: the stage, and what is left of it."""
-        text = f"the model is loading: {self.stage}"
-        if self.total_bytes:
-            text += f", {self.done_bytes / 1e9:.2f} of {self.total_bytes / 1e9:.2f} GB"
-        left_s = self.seconds_left
-        return text if left_s is None else f"{text}, about {math.ceil(left_s)} s left"
-
-
-_WORD = struct.Struct("<Q")
-_NUM_TURNS, _NUM_ROWS, _EXPECTED_US, _STAGE, _DONE, _TOTAL, _SINCE_US, _ROWS = (
-    place * _WORD.size for place in range(8)
-)
-
-
-class Progress:
-    """File of words: loop iterations, number of requests in work, expected duration of the steps in work, stage of
-    loading, and a digest of each request's id.
-    """
-
-    def __init__(self, path: Path) -> None:
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0)
-        self._rows: dict[str, bytes] = {}
-
-    @staticmethod
-    def create(path: Path, max_num_rows: int) -> Progress:
-        """Create the file; raises OSError if there is no room. Later writes need none."""
-        path.write_bytes(bytes(_ROWS + max_num_rows * _WORD.size))
-        return Progress(path)
-
-    @property
-    def num_turns(self) -> int:
-        """Iterations of the core's loop; 0 while it loads."""
-        return self._word(_NUM_TURNS)
-
-    def turn(self) -> None:
-        """Count an iteration of the loop."""
-        _WORD.pack_into(self._memory, _NUM_TURNS, self._word(_NUM_TURNS) + 1)
-
-    def load(self) -> None:
-        """Mark the core as loading, or unloading, until its next iteration."""
-        _WORD.pack_into(self._memory, _NUM_TURNS, 0)
-
-    def note_loading(self, stage: str, done_bytes: int = 0, total_bytes: int = 0) -> None:
-        """Set the stage of loading, and what of it is done."""
-        number = STAGES.index(stage)
-        if number != self._word(_STAGE):
-            _WORD.pack_into(self._memory, _SINCE_US, int(time.monotonic() * 1e6))
-            _WORD.pack_into(self._memory, _STAGE, number)
-        _WORD.pack_into(self._memory, _DONE, done_bytes)
-        _WORD.pack_into(self._memory, _TOTAL, total_bytes)
-
-    @property
-    def loading(self) -> LoadingState | None:
-        """Stage of loading; None: the core's loop has begun. Times are of the machine's monotonic clock."""
-        if self.num_turns:
-            return None
-        elapsed_s = time.monotonic() - self._word(_SINCE_US) / 1e6
-        stage = STAGES[min(self._word(_STAGE), len(STAGES) - 1)]
-        return LoadingState(stage, self._word(_DONE), self._word(_TOTAL), elapsed_s)
-
-    @property
-    def expected_s(self) -> float | None:
-        """Expected duration of the steps in work, in seconds; None: unknown."""
-        return self._word(_EXPECTED_US) / 1e6 or None
-
-    def expect(self, seconds: float | None) -> None:
-        """Set the expected duration of the steps in work."""
-        _WORD.pack_into(
-            self._memory, _EXPECTED_US, 0 if seconds is None else max(1, math.ceil(seconds * 1e6))
-        )
-
-    def begin(self, plan: SchedulerOutput) -> None:
-        """Record the requests of a plan before its execution."""
-        if not plan.new_requests and not plan.removed_request_ids:
-            return
-        for request_id in plan.removed_request_ids:
-            self._rows.pop(request_id, None)
-        self._rows.update((data.request_id, _digest(data.request_id)) for data in plan.new_requests)
-        self._write(self._rows.values())
-
-    def encode(self, request_ids: Iterable[str], *, beside_steps: bool) -> None:
-        """Record the requests whose media are encoded next, in place of those of plans unless steps are in work."""
-        rows = self._rows.values() if beside_steps else ()
-        self._write([*map(_digest, request_ids), *rows])
-
-    def _write(self, each: Iterable[bytes]) -> None:
-        digests = b"".join(each)[: len(self._memory) - _ROWS]
-        self._memory[_ROWS : _ROWS + len(digests)] = digests
-        _WORD.pack_into(self._memory, _NUM_ROWS, len(digests) // _WORD.size)
-
-    def in_work(self, request_ids: Iterable[str]) -> set[str]:
-        """Return the requests among these that the core works on, or worked on when it ended."""
-        return requests_with_digests(self.digests(), request_ids)
-
-    def digests(self) -> set[bytes]:
-        """Return digests of the requests being worked on, or at its end; see `requests_with_digests`."""
-        end = _ROWS + self._word(_NUM_ROWS) * _WORD.size
-        return {self._memory[place : place + _WORD.size] for place in range(_ROWS, end, _WORD.size)}
-
-    def _word(self, place: int) -> int:
-        (value,) = _WORD.unpack_from(self._memory, place)
-        return int(value)
-
-
-def requests_with_digests(digests: Set[bytes], request_ids: Iterable[str]) -> set[str]:
-    """Return the requests among these whose digest is in the set."""
-    return {request_id for request_id in request_ids if _digest(request_id) in digests}
-
-
-def _digest(request_id: str) -> bytes:
-    return hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=_WORD.size).digest()
-
-
-def with_progress(executor: Executor, progress: Progress, *, is_alone: bool = True) -> Executor:
-    """Wrap an executor so that plans are recorded before they are executed.
-
-    Args:
-        is_alone: whether a step's duration depends on its own work only; false if other replicas take part.
-    """
-    return cast("Executor", ProgressExecutor(executor, progress, ExpectedCosts() if is_alone else None))
 
 
 class ProgressExecutor:
@@ -305,7 +146,7 @@ class ProgressExecutor:
     def __init__(
         self,
         executor: Executor,
-        progress: Progress,
+        progress: ProgressFile,
         costs: ExpectedCosts | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -380,6 +221,11 @@ class Heartbeat:
         """True if the core, at the last poll, had been idle without progress for longer than STALL_S."""
         return self._idle_s > STALL_S
 
+    def poll(self, progress: ProgressFile, pid: int) -> bool:
+        """Poll a silent core's process and its progress; return whether the core hangs."""
+        used = cpu_seconds_with_children(pid)
+        return self.hangs(time.monotonic(), progress.num_turns, used, progress.expected_s)
+
     def hangs(self, now: float, num_turns: int, cpu_s: float | None, expected_s: float | None = None) -> bool:
         """Poll with the time, the loop iterations, the processor time used (None: unknown, so it may compute), and the
         expected duration of the steps in work (None: unknown); returns whether the core hangs.
@@ -432,3 +278,16 @@ def _children(pid: int) -> list[int]:
     except OSError:  # the process or a thread has ended meanwhile
         return []
     return [int(child) for children in lists for child in children.split()]
+
+
+class CoreSupervision(Supervision):
+    """Supervision by this module."""
+
+    def make_supervisor(self, *, resume: bool) -> Supervisor:
+        return Supervisor(resume=resume)
+
+    def make_hang_detector(self, timeout_s: float) -> Heartbeat:
+        return Heartbeat(timeout_s)
+
+    def observed(self, executor: Executor, progress: ProgressFile, *, is_alone: bool) -> Executor:
+        return cast("Executor", ProgressExecutor(executor, progress, ExpectedCosts() if is_alone else None))

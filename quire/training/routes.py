@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.sleep_state import MODES
 from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.families import ServerFeature
 from quire.entrypoints.openai.openapi.operation import Operation, describe
@@ -19,7 +20,6 @@ from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.tenant import admin_router
 from quire.errors import DeadlineError, ValidationError
-from quire.sleep.modes import MODES
 from quire.training import sglang_routes, trl_routes
 from quire.training.checksums import check_baseline, compare
 from quire.training.commands import FLAGS, check_options, flag, option, read_optional, run, train

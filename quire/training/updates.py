@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from quire.engine.sleep_state import check_mode
 from quire.errors import ConflictError, QuireError, ValidationError
-from quire.sleep.modes import check_mode
 from quire.training.bracket import Bracket, Brackets, read_version
 from quire.training.checksums import check_baseline, compare, merged
 

@@ -16,7 +16,7 @@ from typing import Any
 from quire.errors import ConfigError
 from quire.vllm_names.option_values import translated_value
 from quire.vllm_names.options import OPTIONS
-from quire.vllm_names.row import Row, Table, Takes, flag_of, translated
+from quire.vllm_names.row import NameRow, Table, Takes, flag_of, translated
 from quire.vllm_names.server_options import SERVER_OPTIONS
 
 FLAGS: Table = {**OPTIONS, **SERVER_OPTIONS}
@@ -94,7 +94,7 @@ def _take_flag(argument: str, rest: list[str], parsed: _Parsed, own: Mapping[str
         parsed.kept.append(argument)
 
 
-def _row_of(name: str) -> Row | None:
+def _row_of(name: str) -> NameRow | None:
     if name.startswith(_LEVEL) and (name == _LEVEL or name[2:].isdigit()):
         return _SHORT[_LEVEL]
     plain = name.removeprefix("--no-") if name.startswith("--no-") else name.removeprefix("--")
@@ -106,7 +106,7 @@ def _own_value(name: str) -> list[str]:
     return [name[2:]] if name.startswith(_LEVEL) and len(name) > 2 else []
 
 
-def _value_of(row: Row, name: str, values: list[str], rest: list[str]) -> Any:
+def _value_of(row: NameRow, name: str, values: list[str], rest: list[str]) -> Any:
     """Remove the values of one of vLLM's flags from the rest, and return them."""
     if row.takes is Takes.NOTHING and not values:
         return not name.startswith("--no-") if not _switch_value(rest) else rest.pop(0).lower() == "true"

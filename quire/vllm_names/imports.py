@@ -90,7 +90,7 @@ PRESENT: Mapping[str, Mapping[str, str]] = {
     "quire.model_executor.models": {"ModelRegistry": "quire.models.registry:ModelRegistry"},
     "quire.model_executor.models.registry": {"ModelRegistry": "quire.models.registry:ModelRegistry"},
     "quire.outputs": _POOLED,
-    "quire.sampling_params": {"GuidedDecodingParams": "quire.structured_output.params:StructuredOutputsParams"},
+    "quire.sampling_params": {"GuidedDecodingParams": "quire.structured_outputs_params:StructuredOutputsParams"},
     "quire.sequence": _LOGPROBS,
     "quire.tokenizers": _TOKENIZER,
     "quire.transformers_utils.tokenizer": _TOKENIZER,

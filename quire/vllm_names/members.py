@@ -12,17 +12,12 @@ from typing import Any
 
 from quire.vllm_names.row import suggestion
 
-_PROFILE = (
-    "start the program under py-spy or perf, or record every plan with record_trace (docs/observability.md)"
-)
 _WEIGHTS = "new weights are taken by weights.begin, update and finish (docs/training.md)"
 _TRAINING = (
     "init_weight_transfer_engine shutdown_weight_transfer_engine start_weight_update start_draft_weight_update "
     "update_weights finish_weight_update update_weight_version get_weight_version"
 )
 _COMMON = {
-    "start_profile": _PROFILE,
-    "stop_profile": _PROFILE,
     "reset_mm_cache": "call reset_prefix_cache",
     "release_kv_cache_memory": "call sleep(1), which keeps the weights in memory",
     "vllm_config": "the configuration is config",

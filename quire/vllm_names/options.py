@@ -230,11 +230,6 @@ _OBSERVABILITY = (
     accepted("show_hidden_metrics_for_version", "no metric is hidden"),
     accepted("collect_detailed_traces", "spans have all the times (docs/observability.md)"),
     accepted("enable_layerwise_nvtx_tracing cudagraph_metrics", "there are none", _SWITCH),
-    refused(
-        "profiler_config",
-        "start the command under py-spy or perf, or record every plan with --record-trace FILE",
-        ("", {}, "{}"),
-    ),
 )
 
 OPTIONS = table_of(

@@ -17,7 +17,7 @@ from quire.vllm_names.members import MEMBERS
 from quire.vllm_names.option_values import OPTION_VALUES
 from quire.vllm_names.options import OPTIONS
 from quire.vllm_names.parameters import PARAMETERS
-from quire.vllm_names.row import Fate, Row, Table, flag_of
+from quire.vllm_names.row import Fate, NameRow, Table, flag_of
 from quire.vllm_names.server_options import SERVER_OPTIONS
 
 PAGE = Path("docs/coming_from_vllm.md")
@@ -114,11 +114,11 @@ def _quoted(name: str) -> str:
     return f"`{name}`"
 
 
-def _spelled_all(row: Row, spelled: Callable[[str], str]) -> str:
+def _spelled_all(row: NameRow, spelled: Callable[[str], str]) -> str:
     return ", ".join((spelled(row.name), *map(_quoted, row.short)))
 
 
-def _handling(row: Row, spelled: Callable[[str], str]) -> str:
+def _handling(row: NameRow, spelled: Callable[[str], str]) -> str:
     if row.fate is not Fate.RENAMED:
         return f"{row.fate.value} | {row.why}{_harmless(row)}"
     if row.to:
@@ -130,7 +130,7 @@ def _handling(row: Row, spelled: Callable[[str], str]) -> str:
     return f"by value | {'; '.join(values)}"
 
 
-def _harmless(row: Row) -> str:
+def _harmless(row: NameRow) -> str:
     shown = [
         f"`{value}`"
         for value in row.harmless

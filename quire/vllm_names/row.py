@@ -41,7 +41,7 @@ class Takes(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class NameRow:
     """One of vLLM's names.
 
     Args:
@@ -62,24 +62,24 @@ class Row:
     short: tuple[str, ...] = ()
 
 
-Table = Mapping[str, Row]
+Table = Mapping[str, NameRow]
 
 
-def accepted(names: str, why: str, takes: Takes = Takes.ONE, short: tuple[str, ...] = ()) -> list[Row]:
+def accepted(names: str, why: str, takes: Takes = Takes.ONE, short: tuple[str, ...] = ()) -> list[NameRow]:
     """Return rows of names without effect, given as words."""
-    return [Row(name, Fate.ACCEPTED, why, takes=takes, short=short) for name in names.split()]
+    return [NameRow(name, Fate.ACCEPTED, why, takes=takes, short=short) for name in names.split()]
 
 
 def renamed(
     name: str, to: str, why: str = "", takes: Takes = Takes.ONE, short: tuple[str, ...] = ()
-) -> list[Row]:
+) -> list[NameRow]:
     """Return the row of a name with another one here."""
-    return [Row(name, Fate.RENAMED, why, to=to, takes=takes, short=short)]
+    return [NameRow(name, Fate.RENAMED, why, to=to, takes=takes, short=short)]
 
 
-def by_value(name: str, values: Values, why: str, takes: Takes = Takes.ONE) -> list[Row]:
+def by_value(name: str, values: Values, why: str, takes: Takes = Takes.ONE) -> list[NameRow]:
     """Return the row of a name whose values are values of other options."""
-    return [Row(name, Fate.RENAMED, why, values=values, takes=takes)]
+    return [NameRow(name, Fate.RENAMED, why, values=values, takes=takes)]
 
 
 def refused(
@@ -88,14 +88,15 @@ def refused(
     harmless: tuple[Any, ...] = (),
     takes: Takes = Takes.ONE,
     short: tuple[str, ...] = (),
-) -> list[Row]:
+) -> list[NameRow]:
     """Return rows of unsupported names, given as words."""
     return [
-        Row(name, Fate.REFUSED, why, harmless=harmless, takes=takes, short=short) for name in names.split()
+        NameRow(name, Fate.REFUSED, why, harmless=harmless, takes=takes, short=short)
+        for name in names.split()
     ]
 
 
-def table_of(*groups: list[Row]) -> Table:
+def table_of(*groups: list[NameRow]) -> Table:
     """Return rows by name."""
     rows = [row for group in groups for row in group]
     table = {row.name: row for row in rows}
@@ -166,7 +167,7 @@ def translated(
     return result
 
 
-def _asks_for_nothing(row: Row, value: Any) -> bool:
+def _asks_for_nothing(row: NameRow, value: Any) -> bool:
     """Return whether a value, possibly as text from a command line, is the absence of what the name stands for."""
     if value is None:
         return True
@@ -178,7 +179,7 @@ def _plain(value: Any) -> str:
     return str(value).lower().removesuffix(".0")
 
 
-def _replacements(row: Row, value: Any, spelling: Callable[[str], str]) -> dict[str, Any]:
+def _replacements(row: NameRow, value: Any, spelling: Callable[[str], str]) -> dict[str, Any]:
     name = spelling(row.name)
     if row.fate is Fate.REFUSED:
         raise ConfigError(f"{name} is not supported: {row.why}")

@@ -27,8 +27,8 @@ from quire.kernels.cpu.sized_graph import UnrecordedOps
 from quire.layers.kv_cache import why_not_captured
 from quire.platforms import Host
 from quire.processes import collect_garbage
-from quire.spec_decode.worker.proposer import kept_bytes, passing_bytes
 from quire.worker.block_copies import Moves, copy_on_host
+from quire.worker.feature import step_bytes
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import Body, Forward, HostPipeline, LanguageModel, Pipeline, eager_forward
@@ -68,7 +68,7 @@ class HostMark:
         return self._time - earlier._time
 
 
-class HostTransfers:
+class CpuTransfers:
     """Transfers on the host, which holds all tensors and completes each call at once."""
 
     torch_device = torch.device("cpu")
@@ -136,9 +136,8 @@ class CpuMemory:
         return max(0, free - config.cache.swap_space_bytes)
 
     def _working_bytes(self, config: EngineConfig) -> tuple[int, int]:
-        """Return the bytes of the largest step, with states kept for drafting, and those of recorded steps."""
-        step = self._output_bytes(config) + kept_bytes(config) + self.size_of_rounds(config)[1]
-        step += config.scheduler.max_num_batched_tokens * passing_bytes(config)
+        """Return the bytes of the largest step, with what features take in it, and those of recorded steps."""
+        step = self._output_bytes(config) + step_bytes(config) + self.size_of_rounds(config)[1]
         num_models = 1 if config.draft is None else 2
         tapes = num_models * self.forward_peak.bytes_of_tapes(taped_tokens(config))
         return step, 0 if config.device.enforce_eager else tapes
@@ -182,7 +181,7 @@ class CpuDevice:
         self._host = host or Host()
         self._unrecorded: str | None = None
         self.memory = CpuMemory(self._host)
-        self.transfers = HostTransfers()
+        self.transfers = CpuTransfers()
 
     def start(self, config: EngineConfig) -> None:
         """Set the number of compute threads of this process."""

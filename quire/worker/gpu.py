@@ -76,7 +76,7 @@ class _Segments(NamedTuple):
         return int((self.ends - self.starts).max(initial=0))
 
 
-class _Group:
+class _CacheGroup:
     """KV cache group: block tables by row, and the tables and slots [tokens] of the step."""
 
     def __init__(self, table: BlockTable, slots: Tensor) -> None:
@@ -146,7 +146,7 @@ class DeviceBatch:
         self._of_tokens = torch.zeros(places, dtype=torch.int64, device=on)
         self._input_ids, self._positions, *slots = self._of_tokens.unbind()
         self._padding = torch.tensor([[0], [0], *([-1] for _ in slots)], device=on)
-        self._groups = [_Group(*pair) for pair in zip(batch.block_tables, slots, strict=True)]
+        self._groups = [_CacheGroup(*pair) for pair in zip(batch.block_tables, slots, strict=True)]
         self._generations: NDArray[np.int64] = np.full(batch.max_num_seqs, -1, dtype=np.int64)
         self._starts = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int32, device=on)
         self._one_each = torch.arange(batch.max_num_seqs + 1, dtype=torch.int32, device=on)
@@ -244,7 +244,7 @@ class DeviceBatch:
             self._of_tokens[:, first:end].copy_(self._padding)
 
     def _padded_slots(self, layout: StepLayout, graph: GraphShape | None) -> NDArray[np.int32] | None:
-        """Return LoRA slots of tokens and padding (-1); None: no token has an adapter."""
+        """Return adapter slots of tokens and padding (-1); None: no token has an adapter."""
         slots = gather_adapter_slots(self._batch, layout)
         if slots is None or graph is None:
             return slots
@@ -253,7 +253,7 @@ class DeviceBatch:
     def _upload(
         self, layout: StepLayout, num_requests: int, adapter_slots: NDArray[np.int32] | None
     ) -> tuple[StagedStep, list[tuple[Tensor, int, _Segments]]]:
-        """Upload the step, padded to `num_requests`, and the LoRA slots, if any, as the last numbers."""
+        """Upload the step, padded to `num_requests`, and the adapter slots, if any, as the last numbers."""
         rows, sampling = layout.rows, layout.sampling
         none = np.zeros(num_requests - len(rows), dtype=np.int64)
         parts: list[NDArray[np.generic]] = [rows, none, layout.starts, none]
@@ -324,7 +324,7 @@ _LONG_QUERIES = 128  # from this query length on, attention uses the same tiles 
 class _Pass(NamedTuple):
     """Key of a forward graph.
 
-    With LoRA there are two per shape, so that steps without adapters skip the LoRA kernels.
+    With adapters there are two per shape, so that steps without adapters skip their kernels.
     """
 
     shape: GraphShape
@@ -366,7 +366,7 @@ class DevicePipeline:
         )
         self._captures_at_start = config.device.cuda_graph_capture == "start"
         self._is_rehearsal = is_rehearsal
-        self._adapts = (True, False) if config.lora.enable_lora else (False,)
+        self._adapts = (True, False) if config.serves_adapters else (False,)
         self._shapes = shapes_of(config) if capturer is not None else ()
         self._table = ShapeTable(self._shapes)
         self._gathered: StepInputs | None = None

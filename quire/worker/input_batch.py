@@ -8,7 +8,7 @@ are overwritten. Large arrays are zero pages of the kernel until a row is used.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from quire.errors import EngineError
 from quire.kv_cache.spec import NULL_BLOCK_ID, KVCacheSpec, RecurrentStateSpec
-from quire.lora.row_adapters import RowAdapters
 from quire.scheduler.output import NewRequestData, ScheduledRequest
 from quire.worker.media_rows import MediaBatch
 
@@ -126,6 +125,29 @@ class TokenPlaces(NamedTuple):
         )
 
 
+class AdaptedRows(Protocol):
+    """Adapters of the rows: weights of a request beside the model's, in a slot of each layer."""
+
+    @property
+    def add_tokens(self) -> bool:
+        """True once any row has had an adapter with added tokens."""
+
+    def add_request(self, row: int, request: NewRequestData) -> None:
+        """Assign a row to a request, with or without an adapter."""
+
+    def remove_request(self, row: int) -> None:
+        """Free a row."""
+
+    def num_added(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of tokens that the adapter of each row adds."""
+
+    def num_added_of(self, request: NewRequestData) -> int:
+        """Return the number of tokens that a request's adapter adds."""
+
+    def slots_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32] | None:
+        """Return the slot of each row, negative without an adapter; None if no row has one."""
+
+
 class InputBatch:
     """Tokens and progress of all running requests.
 
@@ -136,7 +158,6 @@ class InputBatch:
         max_num_seqs: number of rows.
         max_model_len: most tokens of a request.
         block_tables: one per KV cache group.
-        adapters: LoRA adapters of the rows, if adapters are served.
         media: media of the rows, if the model takes some.
         rolls_back: whether accepted drafts count as computed (`KVCacheConfig.rolls_back`).
     """
@@ -148,7 +169,6 @@ class InputBatch:
         block_tables: tuple[BlockTable, ...],
         *,
         rolls_back: bool = True,
-        adapters: RowAdapters | None = None,
         media: MediaBatch | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
@@ -165,7 +185,8 @@ class InputBatch:
         """
         self.device_tokens: Tensor | None = None
         """Device copy of `token_ids`, if there is one; it has all tokens before a sample in time."""
-        self.adapters = adapters
+        self.adapters: AdaptedRows | None = None
+        """Adapters of the rows, if adapters are served."""
         self.media = media
         self.rolls_back = rolls_back
         self._num_added = 0
@@ -199,7 +220,7 @@ class InputBatch:
         self._set_second_text(row, request.second_text_start)
         self._append_blocks(row, request.block_ids, request.num_computed_tokens)
         if self.adapters is not None:
-            self.adapters.add_request(row, request.lora_request)
+            self.adapters.add_request(row, request)
         if self.media is not None:
             self.media.add_request(row, request)
         return row

@@ -170,6 +170,7 @@ def gather_inputs(batch: InputBatch, layout: StepLayout) -> StepInputs:
             media=None if media is None else media.rows,
             rope_positions=None if media is None else media.rope_positions,
             encoded_lens=None if media is None else media.encoded_lens,
+            encoded_rows=None if media is None else media.encoded_rows,
         ),
     )
 
@@ -185,7 +186,7 @@ def _adapter_rows(batch: InputBatch, layout: StepLayout) -> Tensor | None:
 
 
 def gather_adapter_slots(batch: InputBatch, layout: StepLayout) -> NDArray[np.int32] | None:
-    """Return [T] LoRA slots of the tokens, negative for none; None: no token of the step has an adapter."""
+    """Return [T] adapter slots of the tokens, negative for none; None: no token of the step has an adapter."""
     slots = None if batch.adapters is None else batch.adapters.slots_of(layout.rows)
     if slots is None or layout.is_one_token_each:
         return slots

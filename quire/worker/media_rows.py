@@ -8,6 +8,7 @@ holds its embeddings until its row is free.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata
 from quire.layers.step import MediaRows, StepContext
-from quire.media import EncodeProgress, MediaItem
+from quire.media import EncodeProgress, MediaItem, both_ways
 from quire.scheduler.output import NewRequestData
 
 Positions = NDArray[np.int64]
@@ -55,7 +56,7 @@ class MediaEncoder(EmbeddingSource, Protocol):
         """Drop embeddings, and work on items that is not done; unknown digests are ignored."""
 
 
-class Layout(Protocol):
+class StepTokens(Protocol):
     """Tokens of a step; see `quire.worker.inputs.StepLayout`."""
 
     @property
@@ -85,6 +86,8 @@ class StepMedia(NamedTuple):
     """[T] int32, see `AttentionMetadata`."""
     encoded_lens: Tensor | None
     """[R] int32, see `StepContext`."""
+    encoded_rows: Tensor | None = None
+    """[T] int64, see `StepContext`."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> StepMedia:
         """Return the same with tensors that `move` returns."""
@@ -107,6 +110,7 @@ class StepMedia(NamedTuple):
             media=self.rows,
             rope_positions=self.rope_positions,
             encoded_lens=self.encoded_lens,
+            encoded_rows=self.encoded_rows,
         )
 
 
@@ -151,7 +155,8 @@ class _RowMedia(NamedTuple):
     @property
     def end(self) -> int:
         """Position from which on no media matter."""
-        return self.items[-1].end
+        prefix = self.items[0].prefix
+        return self.items[-1].end if prefix is None else prefix.length
 
 
 class MediaBatch:
@@ -205,6 +210,9 @@ class MediaBatch:
             if reason is not None:
                 return reason
             done = item.end
+        prefix = request.media[0].prefix if request.media else None
+        if prefix is not None and not done <= prefix.length <= request.num_prompt_tokens:
+            return f"a prefix of {prefix.length} tokens does not fit the prompt"
         if self._has_axes and request.media:
             most = int(self._rope_of(request)[0].max()) + 1
             if most > self._max_position:
@@ -254,7 +262,7 @@ class MediaBatch:
             self._encoded_lens[row] = 0
         self._rows.pop(row, None)
 
-    def are_in(self, layout: Layout) -> bool:
+    def are_in(self, layout: StepTokens) -> bool:
         """Return whether media determine anything of a step; if not, it is as without them but for the deltas."""
         return self._encodes_any_length or any(
             start < self._rows[row].end
@@ -262,14 +270,22 @@ class MediaBatch:
             if row in self._rows
         )
 
-    def gather(self, layout: Layout) -> StepMedia | None:
+    def gather(self, layout: StepTokens) -> StepMedia | None:
         """Return what media add to a step, on the host; None: nothing."""
         if not self._rows or not self.are_in(layout):
             return None
         lens = None if self._encoded_lens is None else torch.from_numpy(self._encoded_lens[layout.rows])
-        return StepMedia(self._media_rows(layout), self._rope(layout), self._last_seen(layout), lens)
+        seen = self._last_seen(layout)
+        return StepMedia(self._media_rows(layout), self._rope(layout), seen, lens, self._encoded_rows(layout))
 
-    def _media_rows(self, layout: Layout) -> MediaRows | None:
+    def _encoded_rows(self, layout: StepTokens) -> Tensor | None:
+        """Return the request of each token, unless some are no decoders' tokens or all outputs have one length."""
+        ends = (self._rows[row].end if row in self._rows else 0 for row in layout.rows.tolist())
+        if not self._encodes_any_length or any(map(operator.lt, layout.starts.tolist(), ends)):
+            return None
+        return torch.from_numpy(np.arange(len(layout.rows)).repeat(layout.ends - layout.starts))
+
+    def _media_rows(self, layout: StepTokens) -> MediaRows | None:
         """Return the embeddings of a step's tokens; values of items without DeepStack count as 0 there."""
         rows: list[Positions] = []
         parts: list[tuple[Embeddings, slice]] = []
@@ -302,7 +318,7 @@ class MediaBatch:
 
         return tuple(map(of_layer, range(self._num_deepstack)))
 
-    def _rope(self, layout: Layout) -> Tensor | None:
+    def _rope(self, layout: StepTokens) -> Tensor | None:
         if not self._has_axes:
             return None
         found: Positions = np.empty((AXES, int(layout.query_start_loc[-1])), dtype=np.int64)
@@ -314,22 +330,22 @@ class MediaBatch:
                 found[:, at : at + known.shape[1]] = known
         return torch.from_numpy(found)
 
-    def _last_seen(self, layout: Layout) -> Tensor | None:
+    def _last_seen(self, layout: StepTokens) -> Tensor | None:
         """Return what rows see if some see more than the positions up to their own."""
         found: NDArray[np.int32] = np.empty(int(layout.query_start_loc[-1]), dtype=np.int32)
         sees_ahead = False
         for row, start, end, at in _requests(layout):
             found[at : at + end - start] = np.arange(start, end)
             own = self._rows.get(row)
-            for item in () if own is None else own.items:
-                first, last = max(item.start, start), min(item.end, end)
-                if item.both_ways and first < last:
+            for first, last in both_ways([] if own is None else own.items):
+                first, last = max(first, start), min(last, end)
+                if first < last:
                     found[at + first - start : at + last - start] = last - 1
                     sees_ahead = True
         return torch.from_numpy(found) if sees_ahead else None
 
 
-def _requests(layout: Layout) -> zip[tuple[int, int, int, int]]:
+def _requests(layout: StepTokens) -> zip[tuple[int, int, int, int]]:
     """Return (row, first position, end, index of the first token) of each request of a step."""
     bounds = (layout.rows, layout.starts, layout.ends, layout.query_start_loc[:-1])
     return zip(*(each.tolist() for each in bounds), strict=True)

@@ -2,22 +2,20 @@
 """Model runner: executes the scheduler's plans.
 
 Order: update batch -> gather -> forward -> sample -> keep -> result, each a call to its owner. Request features live
-in those owners; device specifics live in `Device` and `Pipeline`. Nothing is read from the device before the result is
-requested, except where sampling needs earlier tokens on the host.
+in those owners and in parts from `quire.worker.feature`; device specifics live in `Device` and `Pipeline`. Nothing is
+read from the device before the result is requested, except where sampling needs earlier tokens on the host.
 
-Invariant: a failing request fails alone. A result is read once, and reading it writes the sampled tokens to the host's
-rows.
+Invariant: a failing request fails alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Set
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.config import EngineConfig
@@ -25,9 +23,7 @@ from quire.config.pooling import PoolingSpec
 from quire.errors import EngineError, ValidationError
 from quire.kv_cache.spec import KVCacheConfig
 from quire.logits_processors import make_logits_processors
-from quire.lora.row_adapters import RowAdapters
 from quire.models.stages import ALL, Stage
-from quire.pooling.worker import PooledNumbers, Pooler
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import (
     STEP_PROTOCOL_VERSION,
@@ -35,213 +31,28 @@ from quire.scheduler.output import (
     NewRequestData,
     ScheduledRequest,
     SchedulerOutput,
-    TokenLogprobs,
 )
-from quire.spec_decode.speculation import Speculation, Verified
-from quire.spec_decode.step_costs import Clocks
-from quire.spec_decode.worker.drafts import MODEL_PROPOSERS, count_kept, make_speculation
-from quire.spec_decode.worker.proposer import ModelProposer
-from quire.structured_output.store import GrammarStore
-from quire.worker.calibration import Calibration
 from quire.worker.devices import Device
+from quire.worker.feature import RunnerContext, RunnerPart, WorkerFeature, worker_features
 from quire.worker.graphs import most_samples
-from quire.worker.input_batch import BlockTable, InputBatch, TokenPlaces
+from quire.worker.input_batch import BlockTable, InputBatch
 from quire.worker.inputs import StepInputs, lay_out
+from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
 from quire.worker.media_rows import MediaBatch
 from quire.worker.pipeline import LanguageModel
-from quire.worker.sampler import NON_FINITE, Sampler, SamplerOutput
+from quire.worker.sampler import Sampler
+from quire.worker.sampler.feature import LogitsFeature
 from quire.worker.sampler.logprobs import LogprobsMode
 from quire.worker.sampling import (
-    PromptEntries,
     PromptLogprobs,
     RowLogits,
     RowSampling,
-    SampledPart,
     SampleGraphs,
     Samplers,
     Sampling,
 )
 from quire.worker.stage_pipeline import ReceivedSampling, pipeline_of
 from quire.worker.transfers import Mark
-
-Value = TypeVar("Value")
-
-_NON_FINITE_NUMBERS = "the model produced non-finite pooling output"
-
-
-class Marks(NamedTuple):
-    """Device marks of a step: before it, after its forward pass, and after all downloads."""
-
-    started: Mark
-    forwarded: Mark
-    done: Mark
-
-
-class Outcome(NamedTuple):
-    """Results of a step, by request index within the step."""
-
-    token_ids: dict[int, list[int]]
-    logprobs: dict[int, list[TokenLogprobs]]
-    failed: dict[int, str]
-
-
-class SampledTokens(NamedTuple):
-    """Samples of a step on their way to the host."""
-
-    indices: NDArray[np.int64]
-    """[N] index, in the step, of each sample's request."""
-    parts: Sequence[SampledPart]
-    """Parts of the samples, in order."""
-    places: TokenPlaces
-    """[N] places of the tokens in the host's rows."""
-    drafts: dict[int, list[int]]
-    """Verified drafts, by request index."""
-    further: Sequence[NDArray[np.int64]] = ()
-    """[N] tokens of each further multi-step decode round."""
-    further_s: float = 0.0
-    """Seconds of these rounds, nearly all of it forward passes."""
-
-    def read(self, batch: InputBatch) -> Outcome:
-        """Write the downloaded tokens to the batch and return the outcome."""
-        output = self._join()
-        batch.set_tokens(self.places, output.token_ids)
-        if self.drafts:
-            return self._verified(output, batch)
-        for count, token_ids in enumerate(self.further, 1):
-            batch.set_tokens(self.places._replace(columns=self.places.columns + count), token_ids)
-        indices, rounds = self.indices.tolist(), (output.token_ids, *self.further)
-        tokens = [list(of_request) for of_request in zip(*(one.tolist() for one in rounds), strict=True)]
-        return Outcome(
-            dict(zip(indices, tokens, strict=True)),
-            {indices[sample]: [entry] for sample, entry in output.logprobs.items()},
-            {indices[sample]: reason for sample, reason in output.failed.items()},
-        )
-
-    def known_tokens(self, batch: InputBatch, outcome: Outcome) -> dict[int, NDArray[np.int32]]:
-        """Return all tokens up to those of the outcome, for the requests that continue."""
-        indices, firsts = self._firsts()
-        rows, columns, generations, _ = self.places.at(firsts)
-        return {
-            index: batch.token_ids[row, : column + len(outcome.token_ids[index])]
-            for index, row, column, generation in zip(
-                indices.tolist(), rows, columns, generations, strict=True
-            )
-            if index not in outcome.failed and generation == batch.generations[row]
-        }
-
-    def _firsts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return [R] each request that sampled and the index of its first sample; its samples are adjacent."""
-        is_first = np.ones(len(self.indices), dtype=np.bool_)
-        np.not_equal(self.indices[1:], self.indices[:-1], out=is_first[1:])
-        firsts = is_first.nonzero()[0]
-        return self.indices[firsts], firsts
-
-    def _join(self) -> SamplerOutput:
-        """Concatenate the parts to the output of all N samples."""
-        outputs = [part.read() for part in self.parts]
-        if len(outputs) == 1:
-            return outputs[0]
-        joined = SamplerOutput(np.zeros(len(self.indices), dtype=np.int64), {}, {})
-        first = 0
-        for token_ids, logprobs, failed in outputs:
-            joined.token_ids[first : first + len(token_ids)] = token_ids
-            joined.logprobs.update({first + sample: entry for sample, entry in logprobs.items()})
-            joined.failed.update({first + sample: reason for sample, reason in failed.items()})
-            first += len(token_ids)
-        return joined
-
-    def _verified(self, output: SamplerOutput, batch: InputBatch) -> Outcome:
-        """Return the outcome where requests have drafts: only the samples up to the first rejection count."""
-        outcome, tokens = Outcome({}, {}, {}), output.token_ids.tolist()
-        indices, firsts = self._firsts()
-        for index, first in zip(indices.tolist(), firsts.tolist(), strict=True):
-            drafts = self.drafts.get(index, [])
-            is_bad = [sample in output.failed for sample in range(first, first + 1 + len(drafts))]
-            sampled = tokens[first : first + 1 + len(drafts)]
-            outcome.token_ids[index] = sampled[: count_kept(sampled, drafts, is_bad)]
-            if first in output.failed:
-                outcome.failed[index] = output.failed[first]
-            if first in output.logprobs:
-                last = first + len(outcome.token_ids[index])
-                outcome.logprobs[index] = [output.logprobs[sample] for sample in range(first, last)]
-        drafted = [place for place, index in enumerate(indices.tolist()) if index in self.drafts]
-        num_kept = [len(outcome.token_ids[index]) for index in indices[drafted].tolist()]
-        batch.keep(self.places.at(firsts[drafted]), np.array(num_kept))
-        return outcome
-
-
-@dataclass(eq=False, slots=True)
-class LaunchedStep:
-    """Launched step, whose result is read when the device is done."""
-
-    step_id: int
-    request_ids: list[str]
-    """Requests of the step, in its order."""
-    unusable: dict[str, str]
-    """Requests that got no row, with the reason."""
-    marks: Marks
-    batch: InputBatch
-    sampled: SampledTokens | None = None
-    prompts: list[PromptEntries] = field(default_factory=list)
-    pooled: list[PooledNumbers] = field(default_factory=list)
-    speculation: Speculation | None = None
-    width: int = 0
-    """Tokens computed, for the cost model of drafting; 0 if the step also computes prompts."""
-    _result: ModelRunnerOutput | None = None
-
-    @property
-    def is_read(self) -> bool:
-        return self._result is not None
-
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the device and return the output; further calls return the same output."""
-        if self._result is None:
-            self.marks.done.wait()
-            self._result = self._read()
-        return self._result
-
-    def _read(self) -> ModelRunnerOutput:
-        ids, outcome, further_s = self.request_ids, Outcome({}, {}, {}), 0.0
-        if self.sampled is not None:
-            outcome, further_s = self.sampled.read(self.batch), self.sampled.further_s
-        failed = outcome.failed
-        prompts = {prompt.request: prompt.read() for prompt in self.prompts}
-        failed.update({index: NON_FINITE for index, entries in prompts.items() if entries is None})
-        found = {index: entries for index, entries in prompts.items() if entries is not None}
-        pooled = {one.request: one.read() for one in self.pooled}
-        failed.update({index: _NON_FINITE_NUMBERS for index, numbers in pooled.items() if numbers is None})
-        numbers = {index: one for index, one in pooled.items() if one is not None}
-
-        def by_id(values: Mapping[int, Value]) -> dict[str, Value]:
-            return {ids[index]: value for index, value in values.items() if index not in failed}
-
-        return ModelRunnerOutput(
-            step_id=self.step_id,
-            sampled_token_ids=by_id(outcome.token_ids),
-            logprobs=by_id(outcome.logprobs),
-            prompt_logprobs=by_id(found),
-            pooled=by_id(numbers),
-            failed=self.unusable | {ids[index]: reason for index, reason in failed.items()},
-            draft_token_ids=self._propose(outcome),
-            forward_s=self.marks.forwarded.seconds_since(self.marks.started) + further_s,
-            sample_s=self.marks.done.seconds_since(self.marks.forwarded) - further_s,
-        )
-
-    def _propose(self, outcome: Outcome) -> dict[str, list[int]]:
-        """Record the step's cost and return drafts for the next plan; none while speculation is paused."""
-        if self.speculation is None or self.sampled is None:
-            return {}
-        ids = self.request_ids
-        verified = {
-            ids[index]: Verified(len(drafts), len(outcome.token_ids[index]) - 1)
-            for index, drafts in self.sampled.drafts.items()
-        }
-        took = self.marks.done.seconds_since(self.marks.started)
-        self.speculation.note_step(verified, len(outcome.token_ids), self.width, took)
-        if self.speculation.rests():
-            return {}
-        known = self.sampled.known_tokens(self.batch, outcome)
-        return self.speculation.propose({ids[index]: tokens for index, tokens in known.items()})
 
 
 def why_unusable(
@@ -322,13 +133,9 @@ class ModelRunner:
         config: prepared.
         kv_config: the cache that was allocated.
         device: where the model and its cache are.
-        grammars: compiles structured-output constraints; None: the runner makes its own.
-        adapters: LoRA adapters of the rows, if adapters are served.
+        features: features of the worker; None: those that the config needs.
         media: media of the rows, if the model takes some.
-        draft: draft model or draft heads, KV cache bound.
         stage: pipeline stage of the model; the last one samples and sends the tokens to the others.
-        speculation: proposes draft tokens; None: as configured.
-        clocks: decide the number of drafts; None: this process's.
         is_rehearsal: the steps are run to measure memory.
     """
 
@@ -339,13 +146,9 @@ class ModelRunner:
         kv_config: KVCacheConfig,
         device: Device,
         *,
-        grammars: GrammarStore | None = None,
-        adapters: RowAdapters | None = None,
+        features: Iterable[WorkerFeature] | None = None,
         media: MediaBatch | None = None,
-        draft: LanguageModel | None = None,
         stage: Stage = ALL,
-        speculation: Speculation | None = None,
-        clocks: Clocks | None = None,
         is_rehearsal: bool = False,
     ) -> None:
         max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
@@ -369,15 +172,19 @@ class ModelRunner:
             max_model_len,
             tables,
             rolls_back=kv_config.rolls_back,
-            adapters=adapters,
             media=media,
         )
+        if features is None:
+            features = worker_features(config, device, stage=stage).values()
+        features = tuple(features)
+        if not is_rehearsal:
+            for feature in features:
+                feature.attach(self.batch)
         self._pipeline = pipeline_of(stage, model, self.batch, config, device, is_rehearsal=is_rehearsal)
         mode = LogprobsMode(config.model.logprobs_mode)
         self._logits = RowLogits(
             model, self.batch, self._vocab_size, config.max_added_tokens, device.transfers
         )
-        grammars = grammars or GrammarStore(config.structured_outputs.settings)
         self._samplers = Samplers(
             lambda width: Sampler(
                 self.batch,
@@ -385,7 +192,7 @@ class ModelRunner:
                 device.transfers,
                 logprobs_mode=mode,
                 processors=() if is_rehearsal else make_logits_processors(config),
-                grammars=grammars,
+                features=_logits_features(features, self.batch, width),
             ),
             self._logits,
             self._vocab_size,
@@ -395,27 +202,26 @@ class ModelRunner:
         )
         if not stage.is_last:
             self._sampling = ReceivedSampling(stage)
-        self._draft_model = None
-        if draft is not None:
-            self._draft_model = self._make_draft_model(draft, config, device, is_rehearsal=is_rehearsal)
-        if speculation is None and stage.is_last and not is_rehearsal:
-            grammars_read = self._samplers.plain.grammar_mask
-            speculation = make_speculation(
-                config, kv_config, self.batch, grammars_read, self._draft_model, clocks
-            )
-        self._speculation = speculation
+        context = RunnerContext(
+            model,
+            config,
+            kv_config,
+            self.batch,
+            device,
+            self._samplers.plain,
+            self._slice_size,
+            is_rehearsal,
+        )
+        self.parts: tuple[RunnerPart, ...] = _parts(features, context) if stage.is_last else ()
+        """Parts of features; stages before the last neither sample nor pool."""
         self._prompt_logprobs = PromptLogprobs(
             self.batch, self._logits, self._slice_size, device.transfers, mode
         )
         self._pooling = config.pooling
-        self._pooler = Pooler(self.batch, model, config.pooling, device.transfers)
-        self._row_users: tuple[KeepsRows, ...] = (self._pooler,)
+        self._row_users: tuple[KeepsRows, ...] = self.parts
         """Owners of per-row state; a pooling model and stages before the last do not sample."""
-        if config.pooling is None:
-            drafting = () if self._draft_model is None else (self._draft_model,)
-            self._row_users = (self._sampling, self._prompt_logprobs, *drafting)
-        if not stage.is_last:
-            self._row_users = ()
+        if config.pooling is None and stage.is_last:
+            self._row_users = (self._sampling, self._prompt_logprobs, *self.parts)
         self._rounds = self._pipeline.rounds
         if self._rounds is not None:
             self._row_users = (*self._row_users, self._rounds)
@@ -423,7 +229,7 @@ class ModelRunner:
         self._reads_samples_only = (
             stage.is_last
             and config.pooling is None
-            and self._draft_model is None
+            and not any(part.reads_all_tokens for part in self.parts)
             and not device.is_asynchronous
             and not is_rehearsal
         )
@@ -444,25 +250,7 @@ class ModelRunner:
             most=min(self._slice_size, most_samples(config)),
             vocab_size=self._vocab_size,
             longest=self._max_model_len,
-            adapts=config.lora.enable_lora,
-        )
-
-    def _make_draft_model(
-        self, model: LanguageModel, config: EngineConfig, device: Device, *, is_rehearsal: bool
-    ) -> ModelProposer:
-        """Build the draft model; on a device it runs eagerly, because its inputs have no fixed address."""
-        method, launched = config.speculative.settings.method, config
-        assert method is not None, "a draft model needs a speculative method"
-        if device.is_asynchronous:
-            launched = replace(config, device=replace(config.device, enforce_eager=True))
-        return MODEL_PROPOSERS[method](
-            model,
-            self.batch,
-            device.pipeline(model, self.batch, launched, is_rehearsal=is_rehearsal),
-            self._samplers.plain,
-            device.transfers,
-            config=config,
-            slice_size=self._slice_size,
+            adapts=config.serves_adapters,
         )
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -490,11 +278,11 @@ class ModelRunner:
             return LaunchedStep(plan.step_id, ids, unusable, Marks(started, started, started), self.batch)
         inputs = self._restrict_rows(self._pipeline.gather(lay_out(self.batch, scheduled)))
         hidden = self._pipeline.forward(inputs)
-        if self._draft_model is not None:
-            self._draft_model.follow(inputs, hidden)
+        for part in self.parts:
+            part.follow(inputs, hidden)
         forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden, inputs.step.adapter_rows)
-        pooled = self._pooler.compute(inputs.layout, hidden, inputs.step.adapter_rows)
+        parts = [made for part in self.parts if (made := part.compute(inputs, hidden)) is not None]
         if self._sampling.reads_tokens(inputs):
             self._read_results(set(ids))
         sampled = self._sample(inputs, hidden, scheduled)
@@ -509,8 +297,7 @@ class ModelRunner:
             self.batch,
             sampled,
             prompts,
-            pooled,
-            self._speculation,
+            parts,
             inputs.layout.num_tokens if inputs.layout.only_generates else 0,
         )
         self._unread = [*(earlier for earlier in self._unread if not earlier.is_read), step]
@@ -533,27 +320,10 @@ class ModelRunner:
         """Do one-time work (graph capture, recording) before the first step."""
         self._pipeline.prepare()
 
-    def calibrate(self, calibration: Calibration, clocks: Clocks) -> None:
-        """Time some steps for the cost model of drafting; the speculation does not see them. There are no requests
-        yet.
-
-        `clocks` agree on durations among all ranks that run the steps.
-        """
-
-        def timed(plan: SchedulerOutput) -> float:
-            step = self.launch(plan)
-            step.result()
-            (seconds,) = clocks.agreed([step.marks.done.seconds_since(step.marks.started)])
-            return seconds
-
-        speculation = self._speculation
-        if speculation is None or speculation.costs is None:
-            return
-        self._speculation = None
-        try:
-            calibration.run(timed, speculation.costs)
-        finally:
-            self._speculation = speculation
+    def calibrate(self) -> None:
+        """Let features run steps before the first request."""
+        for part in self.parts:
+            part.calibrate(self.launch)
 
     def read_all(self) -> None:
         """Read the results of all launched steps."""
@@ -609,8 +379,6 @@ class ModelRunner:
         row = self.batch.add(request)
         for part in self._row_users:
             part.add_request(row, request)
-        if self._speculation is not None:
-            self._speculation.add_request(request.request_id, request.num_prompt_tokens, request.owner)
 
     def _grow(self, scheduled: ScheduledRequest) -> None:
         if scheduled.draft_token_ids:
@@ -624,8 +392,6 @@ class ModelRunner:
             row = self.batch.remove(request_id)
             for part in self._row_users:
                 part.remove_request(row)
-            if self._speculation is not None:
-                self._speculation.remove_request(request_id)
 
     def _sample(
         self, inputs: StepInputs, hidden: Tensor, scheduled: list[ScheduledRequest]
@@ -669,4 +435,17 @@ class ModelRunner:
 
     def _num_tokens(self, request: NewRequestData) -> int:
         adapters = self.batch.adapters
-        return self._vocab_size + (0 if adapters is None else adapters.num_added_of(request.lora_request))
+        return self._vocab_size + (0 if adapters is None else adapters.num_added_of(request))
+
+
+def _logits_features(
+    features: Iterable[WorkerFeature], batch: InputBatch, width: int
+) -> list[LogitsFeature[Any]]:
+    """Return the sampling features of worker features, for a sampler of so many logits."""
+    made = (feature.make_logits_feature(batch, width) for feature in features)
+    return [one for one in made if one is not None]
+
+
+def _parts(features: Iterable[WorkerFeature], context: RunnerContext) -> tuple[RunnerPart, ...]:
+    made = (feature.make_part(context) for feature in features)
+    return tuple(part for part in made if part is not None)

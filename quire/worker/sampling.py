@@ -2,7 +2,7 @@
 """Sampling of a step: hidden states -> logits -> tokens, and logprobs of prompt tokens.
 
 - `FirstTokens`: top tokens of a vocabulary sharded over ranks, without gathering all logits
-- `RowLogits`: logits of rows, whose width depends on the row's own LoRA adapter only
+- `RowLogits`: logits of rows, whose width depends on the row's own adapter only
 - `SampleGraphs`: captured output head and sampler
 - `Samplers`: one sampler per width of logits
 - `RowSampling`: samples by logits; `stage_pipeline` has the counterpart that receives tokens
@@ -137,7 +137,7 @@ _NONE: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
 
 
 class RowLogits:
-    """Logits of rows, of the model's tokens and of those added by each row's LoRA adapter.
+    """Logits of rows, of the model's tokens and of those added by each row's adapter.
 
     Invariant: the width of a row's logits depends on its own adapter, whatever its neighbours; the order of a sum over
     a row, and so its bits, depends on the width.
@@ -248,7 +248,7 @@ class SampleGraphs:
         sampler: sampler of rows without added tokens.
         most: most samples at once.
         longest: most tokens before a sample.
-        adapts: True if LoRA adapters are served.
+        adapts: True if adapters are served.
     """
 
     def __init__(

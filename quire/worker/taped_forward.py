@@ -32,8 +32,8 @@ from quire.worker.pipeline import Body, eager_forward
 
 logger = logging.getLogger(__name__)
 
-_Traits = tuple[bool, bool]
-"""Flags of a step: its tokens have adapters; its tokens have types."""
+_Traits = tuple[bool, bool, bool]
+"""Flags of a step: its tokens have adapters; its tokens have types; encoders' outputs of any length precede them."""
 
 
 class TapedForward:
@@ -125,8 +125,8 @@ class TapedForward:
 def has_media(step: StepContext) -> bool:
     """Return whether images or other media determine something of the step that no graph reads."""
     sees_ahead = any(isinstance(own, AttentionMetadata) and own.last_seen is not None for own in step.groups)
-    others = (step.media, step.rope_positions, step.encoded_lens)
-    return sees_ahead or any(each is not None for each in others)
+    is_encoded = step.encoded_lens is not None and step.encoded_rows is None
+    return sees_ahead or is_encoded or step.media is not None or step.rope_positions is not None
 
 
 def _size_of(inputs: StepInputs) -> StepSize:
@@ -134,7 +134,8 @@ def _size_of(inputs: StepInputs) -> StepSize:
 
 
 def _traits_of(inputs: StepInputs) -> _Traits:
-    return inputs.step.adapter_rows is not None, inputs.step.token_types is not None
+    step = inputs.step
+    return step.adapter_rows is not None, step.token_types is not None, step.encoded_rows is not None
 
 
 class Places:
@@ -148,6 +149,8 @@ class Places:
         self._kept_lens = torch.zeros(max_num_tokens, dtype=torch.int32)
         self._adapter_rows = torch.zeros(max_num_tokens, dtype=torch.int32)
         self._token_types = torch.zeros(max_num_tokens, dtype=torch.int64)
+        self._encoded_lens = torch.zeros(max_num_tokens, dtype=torch.int32)
+        self._encoded_rows = torch.zeros(max_num_tokens, dtype=torch.int64)
         self._slots = [torch.zeros(max_num_tokens, dtype=torch.int64) for _ in table_widths]
         self._tables = [torch.zeros(max_num_tokens, width, dtype=torch.int32) for width in table_widths]
         self._intermediate: dict[str, Tensor] = {}
@@ -169,9 +172,14 @@ class Places:
             if isinstance(own, StateMetadata):
                 self._kept_lens[:requests] = own.kept
             table[:requests, : own.block_tables.shape[1]] = own.block_tables
-        for rows, place in ((step.adapter_rows, self._adapter_rows), (step.token_types, self._token_types)):
+        for rows, place in (
+            (step.adapter_rows, self._adapter_rows),
+            (step.token_types, self._token_types),
+            (step.encoded_rows, self._encoded_rows),
+            (step.encoded_lens, self._encoded_lens),
+        ):
             if rows is not None:
-                place[:tokens] = rows
+                place[: len(rows)] = rows
         for name, rows in (step.intermediate or {}).items():
             self._handed_over(name, rows)[:tokens] = rows
 
@@ -208,6 +216,8 @@ class Places:
             None if step.adapter_rows is None else self._adapter_rows[:tokens],
             None if step.token_types is None else self._token_types[:tokens],
             None if step.intermediate is None else handed_over,
+            encoded_lens=None if step.encoded_lens is None else self._encoded_lens[: size.requests],
+            encoded_rows=None if step.encoded_rows is None else self._encoded_rows[:tokens],
         )
         return replace(
             inputs, input_ids=self._input_ids[:tokens], positions=self._positions[:tokens], step=context

@@ -9,52 +9,36 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.features import MEDIA_ENCODER, ROW_MOVER, WORKER_CALLS, WORKER_EXTENSION
-from quire.kernels import ops
+from quire.features import MEDIA_ENCODER, PARKED_WEIGHTS, ROW_MOVER, WORKER_CALLS, WORKER_EXTENSION
 from quire.kv_cache.rows import RowMover, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts, fit_states
-from quire.layers.base import lora_dtype, model_dtype
 from quire.layers.experts import take_part
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.layers.shard import WHOLE, Shard
-from quire.lora.row_adapters import RowAdapters
-from quire.lora.store import AdapterSlots, AdapterStore
-from quire.lora.targets import Targets
 from quire.media import EncodeProgress, MediaItem
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.models.stages import ALL, Stage
 from quire.plugins import import_place
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from quire.sleep.parked_weights import ParkedWeights
-from quire.spec_decode.models.eagle import AutoregressiveHead
-from quire.spec_decode.worker.drafts import DRAFT_PREFIX
-from quire.spec_decode.worker.proposer import uses_draft_heads
-from quire.structured_output.store import GrammarStore
 from quire.worker.block_copies import BlockCopier
-from quire.worker.calibration import (
-    Calibration,
-    Rehearsal,
-    group_clocks,
-    is_calibrated,
-    make_clocks,
-    rehearsed_groups,
-    shapes_of,
-)
+from quire.worker.calibration import Rehearsal, rehearsed_groups
 from quire.worker.devices import Device
+from quire.worker.feature import WorkerFeature, worker_features
+from quire.worker.launched_step import LaunchedStep
 from quire.worker.media_rows import MediaBatch, MediaEncoder
-from quire.worker.model_runner import LaunchedStep, ModelRunner
+from quire.worker.model_runner import ModelRunner
 from quire.worker.stage_sizes import resolve_stage_sizes
 
 logger = logging.getLogger(__name__)
@@ -83,13 +67,19 @@ def refused_memory(purpose: str, remedy: str) -> Iterator[None]:
 
 
 class LoadedModels(NamedTuple):
-    """Models with weights of one checkpoint, and what refers to them."""
+    """Models with weights of one checkpoint; calling `uses` gives features what they loaded beside."""
 
     config: EngineConfig
     model: CausalLM
-    draft: CausalLM | None
     encoder: MediaEncoder | None
-    slots: AdapterSlots | None
+    uses: list[Callable[[], None]]
+
+
+class ParkedModels(Protocol):
+    """Models whose weights are on the host."""
+
+    def restore(self) -> None:
+        """Copy the weights back to the device."""
 
 
 class Worker:
@@ -109,27 +99,19 @@ class Worker:
         self._shard = shard
         self._stage = stage
         self._model: CausalLM | None = None
-        self._draft: CausalLM | None = None
         self._runner: ModelRunner | None = None
         self._copier: BlockCopier | None = None
         self._rows: RowMover | None = None
         self._encoder: MediaEncoder | None = None
         self._tokens_per_s = 0.0
         self._kv_config: KVCacheConfig | None = None
-        self._parked: ParkedWeights | None = None
-        # Ranks must sample the same tokens but measure different times: rank 0 enforces the grammar time limit, or,
-        # where each rank has a scheduler, none does.
-        limits_time = shard.rank == 0 and not config.parallel.plans_on_each_rank
-        self.grammars = GrammarStore(config.structured_outputs.settings, limits_time=limits_time)
-        self.adapters = AdapterStore(
-            config.lora.max_lora_rank,
-            lora_dtype(config),
-            row_dtype=model_dtype(config),
-            max_rows=config.lora.lora_extra_vocab_size,
-            max_added=config.max_added_tokens,
-            base_model=config.model.model,
-        )
-        self._slots: AdapterSlots | None = None
+        self._parked: ParkedModels | None = None
+        self.features: dict[str, WorkerFeature] = worker_features(self._config, device, shard, stage)
+        """Features by their names in `quire.features.WORKER_FEATURES`."""
+        self.calls: dict[str, Callable[..., Any]] = {
+            name: call for feature in self.features.values() for name, call in feature.calls.items()
+        }
+        """Functions of features for the executor."""
         self.extension: Any = None
         self.note_loading: Callable[..., None] = lambda *progress: None  # See `Executor.note_loading`.
         self._beside: LoadedModels | None = None  # New weights, until they are committed or dropped.
@@ -188,17 +170,12 @@ class Worker:
             self._config,
             kv_config,
             self._device,
-            grammars=self.grammars,
-            adapters=self._row_adapters(),
+            features=self.features.values(),
             media=self._media_batch(),
-            draft=self._draft,
             stage=self._stage,
-            clocks=make_clocks(self._config, self._shard.group),
         )
         self._runner.prepare()
-        if is_calibrated(self._config, self._stage):
-            calibration = Calibration(shapes_of(self._config), kv_config)
-            self._runner.calibrate(calibration, group_clocks(self._shard.group))
+        self._runner.calibrate()
 
     def open_row_store(self) -> RowStoreInfo:
         """Open the configured store of KV cache rows, between which and the host tier rows can move from now on.
@@ -278,10 +255,11 @@ class Worker:
                 self._rows.use([])
             self._bind_minimal_cache()
         if level == 2:
-            self._model = self._draft = self._parked = self._slots = None
+            self._model = self._parked = None
+            for feature in self.features.values():
+                feature.unload()
         elif self._model is not None and self._parked is None and self._device.parks_weights:
-            models = [self._model] if self._draft is None else [self._model, self._draft]
-            self._parked = ParkedWeights(models, self._device.transfers)
+            self._parked = import_place(PARKED_WEIGHTS)([*self._models()], self._device.transfers)
         self._device.memory.give_back()
 
     def wake_up(self, tag: str) -> None:
@@ -312,7 +290,12 @@ class Worker:
         """
         self._beside = None
         with refused_memory("a second copy of the weights", "free memory, or reduce --kv-cache-memory-bytes"):
-            self._beside = self._loaded_models(self._config.with_weights(model_dir), None)
+            config, encoder = self._config.with_weights(model_dir), None
+            model = load_model(config, self._shard, self._stage)
+            if model.takes_media and self._stage.is_first:
+                encoder = import_place(MEDIA_ENCODER)(config)
+            uses = [feature.prepare(config, model) for feature in self.features.values()]
+            self._beside = LoadedModels(config, model, encoder, uses)
 
     def commit_weights(self) -> None:
         """Use the prepared weights from now on; no step is in flight and there is no row. The KV cache stays allocated.
@@ -324,7 +307,10 @@ class Worker:
         if self._runner is not None:
             self._runner.read_all()
             self._runner = None
-        self._use(beside)
+        self._config, self._model, self._encoder, uses = beside
+        for use in uses:
+            use()
+        del beside
         self._device.memory.give_back()
         if self._rows is not None:  # its store holds rows of the old weights
             self._rows.close()
@@ -349,54 +335,18 @@ class Worker:
     def shutdown(self) -> None:
         if self._rows is not None:
             self._rows.close()
-        self._model = self._draft = self._runner = self._copier = self._encoder = self._beside = None
-        self.grammars.close()
-        self.adapters.close()
+        self._model = self._runner = self._copier = self._encoder = self._beside = None
+        for feature in self.features.values():
+            feature.close()
 
     def _load_model(self) -> None:
-        self._use(self._loaded_models(self._config, self._encoder))
-
-    def _use(self, loaded: LoadedModels) -> None:
-        self._config, self._model, self._draft, self._encoder, self._slots = loaded
-        if self._slots is not None:
-            self.adapters.use_targets(Targets(loaded.model))
-
-    def _loaded_models(self, config: EngineConfig, encoder: MediaEncoder | None) -> LoadedModels:
-        """Load the model, its LoRA slots if adapters are served, the draft model if there is one, and the encoder of a
-        model that takes media, unless one is given.
-        """
-        model, draft = (
-            load_model(config, self._shard, self._stage, note=partial(self.note_loading, "weights")),
-            None,
-        )
-        if config.draft is not None and self._stage.is_last:
-            draft = load_model(config.draft, prefix=DRAFT_PREFIX)
-            if isinstance(draft, AutoregressiveHead):
-                draft.share(model)
-        if model.takes_media and self._stage.is_first and encoder is None:
-            encoder = import_place(MEDIA_ENCODER)(config)
-        return LoadedModels(config, model, draft, encoder, self._adapter_slots(config, model))
-
-    def _adapter_slots(self, config: EngineConfig, model: CausalLM) -> AdapterSlots | None:
-        lora, transfers = config.lora, self._device.transfers
-        if not lora.enable_lora:
-            return None
-        return AdapterSlots(
-            Targets(model),
-            lora.max_loras,
-            lora.max_lora_rank,
-            lora_dtype(config),
-            transfers.torch_device,
-            transfers.upload,
-            max_rows=lora.lora_extra_vocab_size,
-            row_dtype=model_dtype(config),
-        )
-
-    def _row_adapters(self) -> RowAdapters | None:
-        if self._slots is None:
-            return None
-        num_rows = self._config.scheduler.max_num_seqs
-        return RowAdapters(self.adapters, self._slots, self._config.lora.max_loras, num_rows)
+        """Load the model, and what features add to it."""
+        note = partial(self.note_loading, "weights")
+        self._model = load_model(self._config, self._shard, self._stage, note=note)
+        if self._model.takes_media and self._stage.is_first and self._encoder is None:
+            self._encoder = import_place(MEDIA_ENCODER)(self._config)
+        for feature in self.features.values():
+            feature.load(self._model)
 
     def _media_batch(self) -> MediaBatch | None:
         """Return the media of the runner's rows, if the model takes some."""
@@ -407,7 +357,7 @@ class Worker:
         return MediaBatch(
             self._encoder,
             self._config.scheduler.max_num_seqs,
-            hidden_size=arch.hidden_size,
+            hidden_size=arch.media_size,
             num_deepstack=0 if whole is None else whole.deepstack_layers,
             has_axes=whole is not None and bool(whole.rope_sections),
             max_position=self._config.model.max_model_len,
@@ -447,7 +397,8 @@ class Worker:
 
     def _models(self) -> nn.ModuleList:
         """Return all models whose layers share the KV cache."""
-        return nn.ModuleList([self._loaded(), *([] if self._draft is None else [self._draft])])
+        further = (model for feature in self.features.values() for model in feature.models)
+        return nn.ModuleList([self._loaded(), *further])
 
     def _swap_costs(self) -> SwapCosts:
         """Estimate the rates of copying (one copy of a few MiB) and of prefill (the warm-up steps)."""
@@ -480,10 +431,10 @@ class Worker:
         tensors = self._bind_cache(cache)
         if device.compiles_kernels:
             self._compile_remaining_kernels(tensors)
-        heads = self._draft if uses_draft_heads(self._config) else None
-        if self._draft is not None and heads is None:
-            self._rehearse(self._draft, rehearsal, cache)
-        self._tokens_per_s = self._rehearse(self._loaded(), rehearsal, cache, self._stage, heads)
+        features = self.features.values()
+        for model in (model for feature in features for model in feature.rehearsed_models):
+            self._rehearse(model, rehearsal, cache)
+        self._tokens_per_s = self._rehearse(self._loaded(), rehearsal, cache, self._stage, features)
         self._bind_minimal_cache()
 
     def _rehearse(
@@ -492,16 +443,16 @@ class Worker:
         rehearsal: Rehearsal,
         cache: KVCacheConfig,
         stage: Stage = ALL,
-        heads: CausalLM | None = None,
+        features: Iterable[WorkerFeature] = (),
     ) -> float:
-        """Run the rehearsal steps, with the draft heads if there are any; return the highest tokens per second."""
+        """Run the rehearsal steps of a model, with parts of features; return the highest tokens per second."""
         memory, best = self._device.memory, 0.0
         # The vocabulary of a draft model may differ in size from its target's.
         arch = replace(self._config.arch, vocab_size=model.config.arch.vocab_size)
         config = replace(self._config, model_arch=arch)
         with memory.rehearsal():
             runner = ModelRunner(
-                model, config, cache, self._device, draft=heads, stage=stage, is_rehearsal=True
+                model, config, cache, self._device, features=features, stage=stage, is_rehearsal=True
             )
         for plan in rehearsal.plans():
             started = time.perf_counter()
@@ -513,14 +464,10 @@ class Worker:
         return best
 
     def _compile_remaining_kernels(self, cache: tuple[Tensor, ...]) -> None:
-        """Launch the kernels that no plan reaches: block copies, grammar masks and LoRA."""
-        transfers, vocab_size = self._device.transfers, self._config.arch.vocab_size
-        transfers.copy_blocks(cache, cache, [(0, 1)])
-        logits = torch.zeros(1, vocab_size, device=transfers.torch_device)
-        words = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=transfers.torch_device)
-        ops.mask_logits(logits, torch.zeros(1, dtype=torch.int64, device=transfers.torch_device), words)
-        if self._slots is not None:
-            self._slots.launch()
+        """Launch the kernels that no plan reaches: block copies, and those of features."""
+        self._device.transfers.copy_blocks(cache, cache, [(0, 1)])
+        for feature in self.features.values():
+            feature.launch_kernels()
 
     def _bind_minimal_cache(self) -> None:
         """Release the KV cache by binding one of a single block."""

@@ -17,11 +17,11 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quire.batch.client import Reply, answer_all
+from quire.batch.client import BatchResponse, answer_all
 from quire.batch.rows import RowJob, opened_run
 from quire.batch.summary import Counts
 from quire.batch.tables import open_table
-from quire.batch.template import Template
+from quire.batch.template import PromptTemplate
 from quire.progress import Progress
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -65,7 +65,7 @@ class Stub:
         self.refused = refused
         self._left = itertools.repeat(None) if life is None else iter([None] * life)
 
-    async def ask(self, url: str, body: bytes) -> Reply:
+    async def ask(self, url: str, body: bytes) -> BatchResponse:
         request = msgspec.json.decode(body)
         self.bodies.append(request)
         if next(self._left, self) is self:
@@ -73,11 +73,13 @@ class Stub:
         prompt = request["prompt"] if "prompt" in request else request["messages"][-1]["content"]
         await asyncio.sleep(0)
         if prompt in self.refused:
-            return Reply(400, "r", msgspec.Raw(b'{"error": {"message": "no"}}'))
+            return BatchResponse(400, "r", msgspec.Raw(b'{"error": {"message": "no"}}'))
         text = json.dumps({"a": prompt}, indent=1) if "response_format" in request else prompt.upper()
         choice = {"text": text, "message": {"content": text}, "finish_reason": "stop"}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(text)}
-        return Reply(200, "r", msgspec.Raw(msgspec.json.encode({"choices": [choice], "usage": usage})))
+        return BatchResponse(
+            200, "r", msgspec.Raw(msgspec.json.encode({"choices": [choice], "usage": usage}))
+        )
 
 
 def run_job(
@@ -90,7 +92,7 @@ def run_job(
     window: int = 4,
     **flags: bool,
 ) -> Counts:
-    job = replace(job or RowJob(Template("", "")), prompt=Template(prompt, "--prompt"))
+    job = replace(job or RowJob(PromptTemplate("", "")), prompt=PromptTemplate(prompt, "--prompt"))
     stub = stub or Stub()
     table = open_table(source, max_bytes=MAX_BYTES)
     job.check(table)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from quire.batch.client import AppClient, answer_all
 from quire.batch.line_file import LineFile, partial_of
 from quire.batch.lines import (
+    AnswerLines,
     Earlier,
     LineReader,
-    LineWriter,
     answer_line,
     bounded_lines,
     opened_output,
@@ -50,7 +50,7 @@ async def run(
     client = AppClient(build_app(engine, ServerConfig()))  # type: ignore[arg-type]
     counts = Counts(num_failed=earlier.num_failed)
     lines = LineReader(earlier, counts, seed=0, max_bytes=max_bytes).read(io.BytesIO(text))
-    writer = LineWriter(out, counts, Progress(None, "Batch", "lines"))
+    writer = AnswerLines(out, counts, Progress(None, "Batch", "lines"))
     await answer_all(lines, lambda one: answer_line(client.ask, one), writer.write, window=window)
     return counts
 

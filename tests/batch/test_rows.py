@@ -12,7 +12,7 @@ import pytest
 
 from quire.batch.line_file import partial_of
 from quire.batch.rows import RowJob
-from quire.batch.template import Template
+from quire.batch.template import PromptTemplate
 from quire.errors import ConfigError
 from tests.batch.tables import SUFFIXES, Stub, read_table, run_job, write_table
 
@@ -20,7 +20,7 @@ TEXTS = ["plain", "ünï ☃ 𝔘", 'a "quoted", one', "two\nlines", "tab\tcr\r"
 ROWS = [{"text": text, "n{o}": str(number)} for number, text in enumerate(TEXTS)]
 ADDED = {"answer", "answer_error", "answer_finish_reason", "answer_prompt_tokens", "answer_completion_tokens"}
 ADDED |= {"answer_prompt_hash"}
-FORM = RowJob(Template("", ""), schema={"type": "object"})
+FORM = RowJob(PromptTemplate("", ""), schema={"type": "object"})
 
 
 @pytest.fixture(params=SUFFIXES)
@@ -64,7 +64,7 @@ def test_killed_job_goes_on_to_the_same_file(suffix: str, life: int, tmp_path: P
 
 def test_finished_job_asks_nothing(suffix: str, tmp_path: Path) -> None:
     source, out = write_table(tmp_path / f"in{suffix}", ROWS), tmp_path / f"out{suffix}"
-    for job in (RowJob(Template("", "")), FORM):
+    for job in (RowJob(PromptTemplate("", "")), FORM):
         run_job(source, out, job=job, overwrite=True)
         before, stub = out.read_bytes(), Stub()
         counts = run_job(source, out, stub=stub, job=job)
@@ -134,7 +134,7 @@ def test_answers_of_a_schema_are_json(suffix: str, tmp_path: Path) -> None:
 
 
 def test_incomplete_json_is_an_error(tmp_path: Path) -> None:
-    job = RowJob(Template("", ""), raw=True, schema={"type": "object"})
+    job = RowJob(PromptTemplate("", ""), raw=True, schema={"type": "object"})
 
     class Cut(Stub):
         async def ask(self, url: str, body: bytes) -> Any:
@@ -147,12 +147,17 @@ def test_incomplete_json_is_an_error(tmp_path: Path) -> None:
 
 def test_requests_have_the_given_fields(tmp_path: Path) -> None:
     source = write_table(tmp_path / "in.csv", ROWS[:2])
-    job = RowJob(Template("", ""), Template("Be {text}.", "--system"), fields={"max_tokens": 3}, seed=7)
+    job = RowJob(
+        PromptTemplate("", ""), PromptTemplate("Be {text}.", "--system"), fields={"max_tokens": 3}, seed=7
+    )
     stubs = [Stub(), Stub(), Stub()]
     run_job(source, tmp_path / "a.csv", job=job, stub=stubs[0])
     run_job(source, tmp_path / "b.csv", job=job, stub=stubs[1])
     run_job(
-        source, tmp_path / "c.csv", job=RowJob(Template("", ""), raw=True, fields={"seed": 1}), stub=stubs[2]
+        source,
+        tmp_path / "c.csv",
+        job=RowJob(PromptTemplate("", ""), raw=True, fields={"seed": 1}),
+        stub=stubs[2],
     )
     first, second = stubs[0].bodies
     assert first["messages"][0] == {"role": "system", "content": "Be plain."}
@@ -164,12 +169,12 @@ def test_requests_have_the_given_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["messages", "prompt", "stream", "n", "response_format"])
 def test_fields_of_the_job_itself_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--body: {name}"):
-        RowJob(Template("", ""), fields={name: 1})
+        RowJob(PromptTemplate("", ""), fields={name: 1})
 
 
 def test_system_message_without_a_chat_is_refused() -> None:
     with pytest.raises(ConfigError, match="--raw and --system"):
-        RowJob(Template("", ""), Template("", ""), raw=True)
+        RowJob(PromptTemplate("", ""), PromptTemplate("", ""), raw=True)
 
 
 @pytest.mark.parametrize("form", [".csv", ".jsonl", ".parquet"])
@@ -177,7 +182,7 @@ def test_columns_are_checked_before_anything_is_asked(form: str, tmp_path: Path)
     source = write_table(tmp_path / f"in{form}", [{"text": "a", "answer_error": "b"}])
     with pytest.raises(ConfigError, match="'answer_error' already; choose another name with --answer-column"):
         run_job(source, tmp_path / f"out{form}")
-    run_job(source, tmp_path / f"out{form}", job=RowJob(Template("", ""), column="reply"))
+    run_job(source, tmp_path / f"out{form}", job=RowJob(PromptTemplate("", ""), column="reply"))
     assert read_table(tmp_path / f"out{form}")[0]["reply"] == "A"
     if form != ".jsonl":
         with pytest.raises(ConfigError, match="--prompt: there is no column 'txet'; there are: 'text'"):

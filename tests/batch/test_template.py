@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.batch.template import Template
+from quire.batch.template import PromptTemplate
 from quire.errors import ConfigError, ValidationError
 
 CELLS = {"a": "A{b}", "two words": "W", "{b}": "B", 'q"': "Q", "}": "C"}
@@ -30,13 +30,13 @@ CELLS = {"a": "A{b}", "two words": "W", "{b}": "B", 'q"': "Q", "}": "C"}
     ],
 )
 def test_template_inserts_values(text: str, prompt: str) -> None:
-    assert Template(text, "--prompt").render(CELLS) == prompt
+    assert PromptTemplate(text, "--prompt").render(CELLS) == prompt
 
 
 @pytest.mark.parametrize("text", ["{", "}", "{}", "a {b", "{a}}", "{a{b}}", '{"a}', '{"x": 1}', '{"\\x"}'])
 def test_braces_that_name_nothing_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--prompt: the"):
-        Template(text, "--prompt")
+        PromptTemplate(text, "--prompt")
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,17 @@ def test_braces_that_name_nothing_are_refused(text: str) -> None:
     ],
 )
 def test_values_are_shown_as_json(value: Any, shown: str) -> None:
-    assert Template("{a}", "--prompt").render({"a": value}) == shown
+    assert PromptTemplate("{a}", "--prompt").render({"a": value}) == shown
 
 
 @pytest.mark.parametrize("value", [b"bytes", [b"bytes"], {1: object()}])
 def test_values_that_are_no_text_are_refused(value: Any) -> None:
     with pytest.raises(ValidationError, match="column 'a' holds"):
-        Template("{a}", "--prompt").render({"a": value})
+        PromptTemplate("{a}", "--prompt").render({"a": value})
 
 
 def test_columns_are_those_that_are_named() -> None:
-    template = Template('{b} {a} {"b"} {{c}}', "--system")
+    template = PromptTemplate('{b} {a} {"b"} {{c}}', "--system")
     assert template.columns == ("b", "a")
     template.check(["a", "b"])
     with pytest.raises(ConfigError, match="--system: there is no column 'a'; there are: 'b', 'c'"):

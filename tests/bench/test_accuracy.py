@@ -11,7 +11,7 @@ import pytest
 from benchmarks import activations
 from benchmarks.accuracy import MODES, measure, quantized
 from quire.config import DEMO_MODEL
-from quire.quantize.grid import Grid
+from quire.quantize.grid import IntegerGrid
 
 BOUNDS = {
     "bf16": (1e-3, 0.001, 0.995),
@@ -41,7 +41,7 @@ def test_methods_of_quire_quantize_are_written_and_measured(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = str(tiny_model("llama"))
-    also = quantized(model, ["rtn"], Grid(8, 32), 1, tmp_path)
+    also = quantized(model, ["rtn"], IntegerGrid(8, 32), 1, tmp_path)
     exact, rounded = measure(model, ["bf16"], 1, 12, also)
     assert rounded.mode == "rtn"
     assert exact.relative_error < rounded.relative_error < 0.1

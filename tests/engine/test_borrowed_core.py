@@ -17,9 +17,9 @@ import pytest
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.client import CoreAddress
 from quire.engine.cores import BorrowedCores
+from quire.engine.shared_counters import SharedCounters
 from quire.errors import EngineDeadError, EngineError, UnavailableError
 from quire.metrics.stats import IterationStats, StatLogger
-from quire.routing.counters import SharedCounters
 from quire.scheduler.output import SchedulerStats
 from tests.engine.slow_schedulers import POISON, Poisoned
 from tests.engine.test_restart import collect, params, process_of, started

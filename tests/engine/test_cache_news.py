@@ -16,7 +16,7 @@ from quire.kv_cache.events import (
     BlockStored,
     KVCacheEvent,
 )
-from quire.routing.counters import CacheDeltaBuffer, block_keys
+from quire.routing.cache_deltas import CacheDeltaBuffer, block_keys
 from quire.routing.router import CachedPrefixes
 
 BLOCKS = [bytes([number]) * 32 for number in range(6)]

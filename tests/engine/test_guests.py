@@ -16,12 +16,13 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.client import ProcessClient
+from quire.engine.core_progress import ProgressFile
 from quire.engine.messages import AddRequest, CoreReady, EngineCoreOutputs, EngineCoreRequest
 from quire.engine.replicas.remote_replicas import RemoteReplicas
 from quire.engine.replicas.replica_host import ReplicaAgent
 from quire.engine.replicas.replica_wire import (
     Alive,
-    CoreLost,
+    ReplicaCoreLost,
     ReplicaHello,
     ReplicaWire,
     arithmetic_of,
@@ -34,7 +35,6 @@ from quire.errors import ConfigError, EngineDeadError, StartupError
 from quire.joining import connect_to_first_host, introduce
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate
-from quire.supervision.progress import Progress
 from tests.end_to_end.server import free_port
 from tests.engine.slow_schedulers import Slow
 from tests.engine.test_progress import plan
@@ -202,7 +202,7 @@ def test_host_reports_of_its_core_count_as_local(
     """A host's reports reach the server: its core stalls, the requests in work when it died, and silence."""
     config = prepare(config_of(null_model_dir, free_port()), "server")
     hello = ReplicaHello(1, time.monotonic(), facts_of(config))
-    progress = Progress.create(tmp_path / "progress", 2)
+    progress = ProgressFile.create(tmp_path / "progress", 2)
     progress.begin(plan(["0.1-0"], []))
     with open_guests(config) as guests:
         client, wire = guests.client(1), ReplicaWire(join(config, hello))
@@ -210,7 +210,7 @@ def test_host_reports_of_its_core_count_as_local(
             wire.send(message)
         assert client.receive() == [EngineCoreOutputs([], timestamp=pytest.approx(0.0, abs=5.0))]
         assert client.stalls
-        wire.send(CoreLost("it was killed", sorted(progress.digests())))
+        wire.send(ReplicaCoreLost("it was killed", sorted(progress.digests())))
         with pytest.raises(EngineDeadError, match=r"replica 1 .* is gone: it was killed"):
             client.receive()
         assert client.in_work(["0.0-0", "0.1-0"]) == {"0.1-0"}

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.queue_limits import SharedWaiting
-from quire.routing.counters import CounterField, SharedCounters
+from quire.engine.shared_counters import CounterField, SharedCounters
 
 OTHER = """
 import sys
-from quire.routing.counters import CounterField, SharedCounters
+from quire.engine.shared_counters import CounterField, SharedCounters
 
 ledger = SharedCounters(2, 1, open(int(sys.argv[1]), "r+b"))
 page, account = ledger.slot(1), ledger.account(0)
@@ -29,7 +29,7 @@ for _ in range(20_000):
 """
 DIES = """
 import os, signal, sys
-from quire.routing.counters import SharedCounters
+from quire.engine.shared_counters import SharedCounters
 
 with SharedCounters(1, 0, open(int(sys.argv[1]), "r+b")).locked():
     os.kill(os.getpid(), signal.SIGKILL)

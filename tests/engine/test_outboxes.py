@@ -12,8 +12,7 @@ import zmq
 
 from quire.engine.client import message_socket
 from quire.engine.core_service import Outboxes
-from quire.engine.messages import CoreMessage, EngineCoreOutputs
-from quire.routing.counters import CacheDelta
+from quire.engine.messages import CacheDelta, CoreMessage, EngineCoreOutputs
 
 NEWS = CacheDelta(b"12345678", b"")
 

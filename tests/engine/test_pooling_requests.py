@@ -27,9 +27,9 @@ from quire.errors import (
     ValidationError,
 )
 from quire.metrics.stats import IterationStats, StatLogger
-from quire.pooling.inputs import PoolingInputs, TextOptions
+from quire.pooling.inputs import PoolingInputs
 from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
-from quire.pooling_params import PoolingParams
+from quire.pooling_params import PoolingParams, TextOptions
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerStats
 from tests.engine.test_front_end import Cores

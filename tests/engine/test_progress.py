@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.config.scheduler import BUSY_FACTOR
+from quire.engine.core_progress import ProgressFile
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import (
     ModelRunnerOutput,
@@ -27,7 +28,6 @@ from quire.supervision.progress import (
     TICK_S,
     ExpectedCosts,
     Heartbeat,
-    Progress,
     ProgressExecutor,
     cpu_seconds,
     cpu_seconds_with_children,
@@ -42,8 +42,8 @@ def plan(new: list[str], removed: list[str]) -> SchedulerOutput:
 
 
 def test_the_parent_sees_what_the_core_has_in_work(tmp_path: Path) -> None:
-    parents = Progress.create(tmp_path / "progress", 3)
-    cores = Progress(tmp_path / "progress")
+    parents = ProgressFile.create(tmp_path / "progress", 3)
+    cores = ProgressFile(tmp_path / "progress")
     names = ["a", "b-1.0", "größe\udc80", "d" * 10_000]
     assert parents.in_work(names) == set()
     for new, removed, expected in (
@@ -73,7 +73,7 @@ def looks(heartbeat: Heartbeat, core: Iterator[tuple[int, float | None]], period
 
 @pytest.mark.item(44)
 def test_the_request_whose_image_is_encoded_is_in_work_alone(tmp_path: Path) -> None:
-    parents, cores = Progress.create(tmp_path / "progress", 2), Progress(tmp_path / "progress")
+    parents, cores = ProgressFile.create(tmp_path / "progress", 2), ProgressFile(tmp_path / "progress")
     names = ["row 1", "row 2", "seeing"]
     cores.begin(plan(names[:2], []))
     cores.encode(names[2:], beside_steps=False)
@@ -139,7 +139,7 @@ def measured(work: list[tuple[int, int, float]]) -> Iterator[tuple[float | None,
 
     with tempfile.TemporaryDirectory() as folder:
         expected: list[float | None] = []
-        progress = Progress.create(Path(folder) / "progress", 1)
+        progress = ProgressFile.create(Path(folder) / "progress", 1)
         executor = ProgressExecutor(Steps(), progress, ExpectedCosts(), lambda: now)  # type: ignore[arg-type]
         for start, tokens, seconds in work:
             executor.execute_model(
@@ -178,7 +178,7 @@ def test_expected_cost_of_known_steps_is_what_they_took() -> None:
 
 
 def test_nothing_is_expected_before_something_is_known(tmp_path: Path) -> None:
-    progress = Progress.create(tmp_path / "progress", 1)
+    progress = ProgressFile.create(tmp_path / "progress", 1)
     assert progress.expected_s is None
     for seconds in (0.0, 1e-9):
         progress.expect(seconds)
@@ -254,9 +254,9 @@ def test_process_with_computing_children_uses_a_processor() -> None:
 
 @pytest.mark.item(45)
 def test_stages_of_loading_tell_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parents, cores = Progress.create(tmp_path / "progress", 2), Progress(tmp_path / "progress")
+    parents, cores = ProgressFile.create(tmp_path / "progress", 2), ProgressFile(tmp_path / "progress")
     now = 1000.0
-    monkeypatch.setattr("quire.supervision.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("quire.engine.core_progress.time.monotonic", lambda: now)
     assert str(parents.loading) == "the model is loading: starting"
     cores.note_loading("weights")
     assert str(parents.loading) == "the model is loading: weights"

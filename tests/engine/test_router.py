@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
+from quire.engine.messages import CacheDelta
+from quire.engine.shared_counters import LoadCounter, SharedCounters
 from quire.kv_cache.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored
 from quire.kv_cache.hashing import ExtraKeys, extend_hashes
-from quire.routing.counters import CacheDelta, CacheDeltaBuffer, Load, SharedCounters
+from quire.routing.cache_deltas import CacheDeltaBuffer
 from quire.routing.router import (
     ADAPTER_TOKENS,
     HOME_PREFIX_TOKENS,
@@ -59,7 +61,7 @@ class Routers:
         request = request if isinstance(request, RoutedRequest) else routed(request)
         return self.router.route(name, request, f"{name}.0", self.cores if cores is None else cores)
 
-    def load(self, core: int, load: Load) -> float:
+    def load(self, core: int, load: LoadCounter) -> float:
         return self.router._policy.loads.of(core, load)
 
 
@@ -149,9 +151,11 @@ def test_what_is_counted_is_what_is_in_flight(policy: str, data: st.DataObject) 
                 assert in_flight[name][0] in others
                 unheard.add(name)
         for core in routers.cores:
-            assert routers.load(core, Load.SEQUENCES) == sum(n for at, n in in_flight.values() if at == core)
+            assert routers.load(core, LoadCounter.SEQUENCES) == sum(
+                n for at, n in in_flight.values() if at == core
+            )
             waits = any(in_flight[name][0] == core for name in unheard)
-            assert (routers.load(core, Load.WAITING_TOKENS) > 0) == waits
+            assert (routers.load(core, LoadCounter.WAITING_TOKENS) > 0) == waits
 
 
 def test_prompts_follow_their_prefix_until_recomputing_is_faster() -> None:
@@ -235,7 +239,7 @@ def test_least_loaded_has_fewest_sequences_then_waiting_tokens() -> None:
     routers = Routers(routing_policy="least_loaded")
     sizes = [(50, 2), (5, 1), (9, 1), (3, 1), (1, 1), (1, 1)]
     assert [routers.send(routed([1] * length, num)) for length, num in sizes] == [0, 1, 2, 1, 2, 1]
-    assert routers.router._policy.loads.of(0, Load.WAITING_TOKENS) == 50
+    assert routers.router._policy.loads.of(0, LoadCounter.WAITING_TOKENS) == 50
 
 
 def test_front_ends_share_loads_and_a_lost_one_has_none() -> None:
@@ -245,9 +249,9 @@ def test_front_ends_share_loads_and_a_lost_one_has_none() -> None:
         routers.router.share(ledger.slot(page))
     assert [one.send([1]), other.send([1]), other.send([1]), one.send([1])] == [0, 1, 0, 1]
     ledger.clear(1)
-    assert [one.load(core, Load.SEQUENCES) for core in range(2)] == [1, 1]
+    assert [one.load(core, LoadCounter.SEQUENCES) for core in range(2)] == [1, 1]
     one.router.observe(1, SchedulerStats(kv_cache_usage=0.5))
-    assert other.load(1, Load.KV_USE) == 0.5
+    assert other.load(1, LoadCounter.KV_USE) == 0.5
 
 
 def test_single_core_is_chosen_without_hashing_the_prompt() -> None:

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from quire.config import DEMO_MODEL
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.client import ProcessClient
+from quire.engine.sleep_state import LEVELS, MODES, TAGS, EngineSleepState, check_tags
 from quire.engine.trace import read_trace, replay
 from quire.errors import ConflictError, UnavailableError, ValidationError
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.sleep.modes import LEVELS, MODES, TAGS, EngineSleepState, check_tags
 from tests.engine.slow_schedulers import Slow
 from tests.engine.test_restart import started
 from tests.engine.whole_engine import WholeEngine, alone, check_result

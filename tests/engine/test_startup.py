@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.startup import DEFAULT_MAX_NUM_SEQS, MAX_ROUNDS, Usage, prepare, without_effect
+from quire.engine.start_feature import Usage
+from quire.engine.startup import DEFAULT_MAX_NUM_SEQS, MAX_ROUNDS, prepare, without_effect
 from quire.errors import ConfigError
 from quire.kernels import cpu
 

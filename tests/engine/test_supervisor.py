@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from quire.supervision.progress import BACKOFF_S, MAX_DEATHS, WINDOW_S, Supervisor, Verdict
+from quire.engine.supervision import Verdict
+from quire.supervision.progress import BACKOFF_S, MAX_DEATHS, WINDOW_S, Supervisor
 
 
 class Clock:

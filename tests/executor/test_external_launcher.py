@@ -20,7 +20,7 @@ from quire.config import EngineConfig
 from quire.engine.startup import prepare
 from quire.errors import ConfigError
 from quire.executor.ranks.external_launcher import Launch
-from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_outputs_params import StructuredOutputsParams
 from tests.end_to_end.server import free_port
 from tests.fixtures.tiny_models import oracle_of
 from tests.lora.adapters import linear_shapes, write_adapter

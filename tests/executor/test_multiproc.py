@@ -23,12 +23,12 @@ from quire.errors import (
     StartupError,
     ValidationError,
 )
-from quire.executor.ranks.handles import Failed
+from quire.executor.ranks.handles import CallFailed
 from quire.executor.ranks.multiproc import MultiprocExecutor
 from quire.executor.ranks.rank_processes import HostStarter
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
-from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_outputs_params import StructuredOutputsParams
 
 PROMPTS = [[3, 1, 4, 1, 5] * 5, [2, 7, 1, 8], [99] * 30, [50, 60, 70]]
 PARAMS = [
@@ -193,12 +193,12 @@ def test_rank_load_failure_is_the_same_startup_error(
 
 @pytest.mark.parametrize("error", [StartupError("no"), ConfigError("no"), ValidationError("no")])
 def test_an_error_that_is_somebodys_affair_comes_as_it_was(error: Exception) -> None:
-    found = Failed.from_error(error).error(1)
+    found = CallFailed.from_error(error).error(1)
     assert (type(found), str(found)) == (type(error), "no")
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), RankLostError([3], "no"), KeyboardInterrupt("no")])
 def test_an_error_of_ours_has_the_name_of_the_rank(error: BaseException) -> None:
-    found = Failed.from_error(error, 7).error(1)
+    found = CallFailed.from_error(error, 7).error(1)
     assert type(found) is EngineError
     assert str(found) == f"rank 1 failed: {type(error).__name__}: {error}"

@@ -24,9 +24,9 @@ from quire.errors import ConfigError, StartupError
 from quire.kv_store import protocol
 from quire.kv_store.memory import MemoryStore, RowMemory
 from quire.kv_store.peer import PeerStore
-from quire.kv_store.protocol import HEADER, Link, Reply, Request
+from quire.kv_store.protocol import HEADER, Link, ReplyKind, RequestKind
 from quire.kv_store.row_store import Namespace, RowStoreError
-from quire.kv_store.server import RowServer, ServerLimits
+from quire.kv_store.server import RowServer, RowServerLimits
 from tests.kv_store.rows import content_of, empty_rows, name_of, rows_of
 
 ROW_BYTES = 1000
@@ -37,11 +37,11 @@ KEY = b"k" * 32
 
 @contextmanager
 def serving(
-    address: str, key: bytes | None = None, limits: ServerLimits | None = None
+    address: str, key: bytes | None = None, limits: RowServerLimits | None = None
 ) -> Iterator[RowServer]:
     memory = RowMemory(1 << 20)
     limits = replace(
-        limits or ServerLimits(), hello_s=60.0, answer_s=60.0
+        limits or RowServerLimits(), hello_s=60.0, answer_s=60.0
     )  # as long as a busy machine may take
     server = RowServer(address, lambda namespace: MemoryStore(namespace, memory), key, limits)
     server.start()
@@ -98,7 +98,7 @@ numbers = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True)
     st.lists(st.tuples(st.sampled_from(["read", "write", "remove", "find", "again"]), numbers), max_size=12)
 )
 def test_any_calls_give_what_a_dictionary_would(calls: list[tuple[str, list[int]]]) -> None:
-    limits = ServerLimits(buffer_bytes=3 * (ROW_BYTES + 4))
+    limits = RowServerLimits(buffer_bytes=3 * (ROW_BYTES + 4))
     with serving("tcp://127.0.0.1:0", KEY, limits) as server, connected(server.address, KEY) as store:
         stored: set[int] = set()
         for call, named in calls:
@@ -149,7 +149,7 @@ def test_a_key_and_the_same_with_zeros_prove_different_things(key: bytes) -> Non
 
 def test_a_burst_of_connections_does_not_turn_a_client_away(tmp_path: Path) -> None:
     """A Unix socket whose queue is full refuses a connection that does not wait."""
-    with serving(f"unix:{tmp_path}/s", limits=ServerLimits(max_clients=8)) as server, ExitStack() as stack:
+    with serving(f"unix:{tmp_path}/s", limits=RowServerLimits(max_clients=8)) as server, ExitStack() as stack:
         for _ in range(1000):
             stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
             stranger.connect(f"{tmp_path}/s")
@@ -221,16 +221,16 @@ def is_closed(connection: socket.socket) -> bool:
 
 REQUESTS = {
     "unknown": HEADER.pack(99, 1, 1) + name_of(1),
-    "no names": HEADER.pack(Request.FIND, 1, 0),
-    "too many names": HEADER.pack(Request.FIND, 1, 2**32 - 1),
-    "too many rows": HEADER.pack(Request.WRITE, 1, 4000),
-    "twice": HEADER.pack(Request.FIND, 1, 2) + name_of(1) * 2,
+    "no names": HEADER.pack(RequestKind.FIND, 1, 0),
+    "too many names": HEADER.pack(RequestKind.FIND, 1, 2**32 - 1),
+    "too many rows": HEADER.pack(RequestKind.WRITE, 1, 4000),
+    "twice": HEADER.pack(RequestKind.FIND, 1, 2) + name_of(1) * 2,
 }
 
 
 @pytest.mark.parametrize("request_bytes", REQUESTS.values(), ids=REQUESTS)
 def test_a_malformed_request_costs_its_connection_alone(request_bytes: bytes) -> None:
-    limits = ServerLimits(buffer_bytes=10 * (ROW_BYTES + 4))
+    limits = RowServerLimits(buffer_bytes=10 * (ROW_BYTES + 4))
     with serving("tcp://127.0.0.1:0", KEY, limits) as server, connected(server.address, KEY) as store:
         assert write(store, 1) == 1
         with known(server.address) as evil:
@@ -242,7 +242,7 @@ def test_a_malformed_request_costs_its_connection_alone(request_bytes: bytes) ->
 @pytest.mark.parametrize("length", [0, 7, 44, 60])
 def test_strangers_do_not_keep_others_out(length: int) -> None:
     """More half-open connections than the server has room for: the oldest of them make room."""
-    with serving("tcp://127.0.0.1:0", KEY, ServerLimits(max_clients=4)) as server:
+    with serving("tcp://127.0.0.1:0", KEY, RowServerLimits(max_clients=4)) as server:
         port = int(server.address.rpartition(":")[2])
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(6)]
         for stranger in strangers[3:]:
@@ -289,15 +289,15 @@ def row(content: bytes, checksum: bytes | None = None) -> bytes:
 GOOD = content_of(1, ROW_BYTES)
 ANSWERS: dict[str, Callable[[int], bytes]] = {
     "nothing": lambda number: b"",
-    "half a header": lambda number: HEADER.pack(Reply.ROWS, number, 1)[:5],
-    "half a row": lambda number: HEADER.pack(Reply.ROWS, number, 1) + b"\1" + row(GOOD)[:500],
-    "another id": lambda number: HEADER.pack(Reply.ROWS, number + 1, 1) + b"\1" + row(GOOD),
-    "another kind": lambda number: HEADER.pack(Reply.FLAGS, number, 1) + b"\1",
-    "more rows": lambda number: HEADER.pack(Reply.ROWS, number, 2) + b"\1\1" + row(GOOD) * 2,
-    "no flag": lambda number: HEADER.pack(Reply.ROWS, number, 1) + b"\7" + row(GOOD),
+    "half a header": lambda number: HEADER.pack(ReplyKind.ROWS, number, 1)[:5],
+    "half a row": lambda number: HEADER.pack(ReplyKind.ROWS, number, 1) + b"\1" + row(GOOD)[:500],
+    "another id": lambda number: HEADER.pack(ReplyKind.ROWS, number + 1, 1) + b"\1" + row(GOOD),
+    "another kind": lambda number: HEADER.pack(ReplyKind.FLAGS, number, 1) + b"\1",
+    "more rows": lambda number: HEADER.pack(ReplyKind.ROWS, number, 2) + b"\1\1" + row(GOOD) * 2,
+    "no flag": lambda number: HEADER.pack(ReplyKind.ROWS, number, 1) + b"\7" + row(GOOD),
     "garbage": lambda number: secrets.token_bytes(200),
-    "an error": lambda number: HEADER.pack(Reply.ERROR, number, 4) + b"full",
-    "a long error": lambda number: HEADER.pack(Reply.ERROR, number, 2**31) + b"full",
+    "an error": lambda number: HEADER.pack(ReplyKind.ERROR, number, 4) + b"full",
+    "a long error": lambda number: HEADER.pack(ReplyKind.ERROR, number, 2**31) + b"full",
 }
 
 
@@ -327,10 +327,10 @@ def test_a_silent_server_costs_a_bounded_time() -> None:
 @pytest.mark.parametrize("content", [row(GOOD, b"\0\0\0\0"), row(content_of(2, ROW_BYTES), row(GOOD)[:4])])
 def test_a_damaged_row_is_not_read(content: bytes) -> None:
     def answer(link: Link, number: int) -> None:
-        link.send(HEADER.pack(Reply.ROWS, number, 1), b"\1", content)
+        link.send(HEADER.pack(ReplyKind.ROWS, number, 1), b"\1", content)
         _, removal, count = HEADER.unpack(link.receive(HEADER.size))
         link.receive(count * protocol.NAME_BYTES)
-        link.send(HEADER.pack(Reply.DONE, removal, count))
+        link.send(HEADER.pack(ReplyKind.DONE, removal, count))
 
     with scripted(answer) as address, connected(address, KEY) as store:
         assert read(store, 1) == [None]
@@ -378,9 +378,9 @@ def _received(connection: socket.socket) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize("kind", [Request.FIND, Request.READ, Request.WRITE])
+@pytest.mark.parametrize("kind", [RequestKind.FIND, RequestKind.READ, RequestKind.WRITE])
 @pytest.mark.parametrize("length", [5, 13, 40, 100])
-def test_half_requests_cost_their_connection_alone(kind: Request, length: int) -> None:
+def test_half_requests_cost_their_connection_alone(kind: RequestKind, length: int) -> None:
     with serving("tcp://127.0.0.1:0", KEY) as server, connected(server.address, KEY) as store:
         assert write(store, 1) == 1
         with known(server.address) as half:
@@ -389,7 +389,7 @@ def test_half_requests_cost_their_connection_alone(kind: Request, length: int) -
 
 
 def test_no_more_clients_than_the_limit_are_served() -> None:
-    with serving("tcp://127.0.0.1:0", KEY, ServerLimits(max_clients=3)) as server, ExitStack() as stack:
+    with serving("tcp://127.0.0.1:0", KEY, RowServerLimits(max_clients=3)) as server, ExitStack() as stack:
         clients = [stack.enter_context(connected(server.address, KEY)) for _ in range(3)]
         assert [write(client, number) for number, client in enumerate(clients)] == [1, 1, 1]
         with pytest.raises(RowStoreError), connected(server.address, KEY) as late:
@@ -410,7 +410,7 @@ def test_open_stores_are_bounded() -> None:
         opened.append(namespace)
         return Counted(namespace, RowMemory(1 << 20))
 
-    server = RowServer("tcp://127.0.0.1:0", open_store, KEY, ServerLimits(max_clients=2, hello_s=60.0))
+    server = RowServer("tcp://127.0.0.1:0", open_store, KEY, RowServerLimits(max_clients=2, hello_s=60.0))
     server.start()
     try:
         for number in range(6):

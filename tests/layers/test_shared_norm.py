@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.distributed.in_process import InProcess
 from quire.layers.norm import SharedRMSNorm, added_up
-from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.shard import WHOLE, Shard, ShardSpan
 
 SIZE, EPS = 6, 1e-5
 
@@ -19,7 +19,7 @@ SIZE, EPS = 6, 1e-5
 def norm(
     heads: int, groups: int, weight: Tensor, shard: Shard = WHOLE, by_units: bool = False
 ) -> SharedRMSNorm:
-    span = Span(heads, SIZE, replicated=True)
+    span = ShardSpan(heads, SIZE, replicated=True)
     made = SharedRMSNorm(span, groups=groups, eps=EPS, dtype=torch.float32, name="norm")
     made.by_units = by_units
     made.create_weights(None, shard)

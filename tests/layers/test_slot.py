@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.layers.shard import Shard, Span
+from quire.layers.shard import Shard, ShardSpan
 from quire.layers.slot import Box, Slot, TensorPart, sizes, uncovered_reason
 
 SHAPE = (6, 5, 4)
@@ -45,7 +45,7 @@ def test_a_tiling_covers_and_nothing_else_does(boxes: list[Box], data: st.DataOb
 
 @given(units=st.integers(1, 12), unit=st.integers(1, 3), of=st.integers(1, 12), replicated=st.booleans())
 def test_the_pieces_of_all_ranks_are_the_span(units: int, unit: int, of: int, replicated: bool) -> None:
-    span = Span(units, unit, replicated)
+    span = ShardSpan(units, unit, replicated)
     try:
         pieces = [span.piece(Shard(rank, of), "fc") for rank in range(of)]
     except ConfigError:

@@ -14,7 +14,7 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.errors import ModelLoadError, ValidationError
 from quire.lora.checkpoint import read_adapter
 from quire.lora.targets import Targets
-from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_outputs_params import StructuredOutputsParams
 from tests.end_to_end.test_determinism import Result, result_of
 from tests.fixtures.tiny_models import VOCAB_SIZE, oracle_of
 from tests.lora.adapters import extend, merge, write_adapter

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.engine.file_states import adapter_request
 from quire.errors import ConfigError, ValidationError
 from quire.inputs import PromptType
+from quire.lora.peft_config import adapter_request
 from quire.lora.store import NICENESS, AdapterStore
 from quire.lora.targets import Targets
 from quire.sampling_params import BeamSearchParams
-from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_outputs_params import StructuredOutputsParams
 from tests.end_to_end.test_determinism import GREEDY, RANDOM, Result, prompts, result_of
 from tests.fixtures.tiny_models import oracle_of
 from tests.lora.adapters import extend, linear_shapes, table_shapes, write_adapter

@@ -171,7 +171,7 @@ def stores(llm: LLM) -> list[AdapterStore]:
         if hasattr(executor, "_ranks")
         else [executor._worker]
     )
-    return [worker.adapters for worker in workers]
+    return [worker.features["lora"].store for worker in workers]
 
 
 def written_tables(directory: Path, model: Path, seed: int) -> LoRARequest:

@@ -27,7 +27,7 @@ from quire.model_router.flags import server_flags
 from quire.model_router.memory import Estimate
 from quire.model_router.metrics import RouterMetrics
 from quire.model_router.models_file import ModelEntry, Models
-from quire.model_router.planner import Planner, PlannerLimits
+from quire.model_router.planner import PlannerLimits, RouterPlanner
 from quire.model_router.router import ModelRouter, RouterSettings
 from quire.model_router.run import rules_of
 from quire.unix_sockets import listen_unix
@@ -227,7 +227,7 @@ async def serving(
         starter = FakeStarter(Path(directory))
         router = ModelRouter(
             models,
-            Planner({one.name: rules_of(one) for one in entries}, PlannerLimits(memory, **limits)),
+            RouterPlanner({one.name: rules_of(one) for one in entries}, PlannerLimits(memory, **limits)),
             start=starter,
             measure=lambda one: Estimate(0, MIB, 0, one.memory_bytes),
             flags=lambda one, size: server_flags(one, size, config),

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from quire.errors import RateLimitError, UnavailableError
 from quire.model_router.planner import (
     Admit,
-    Load,
+    LoadModel,
     Measure,
+    ModelPhase,
     ModelRules,
-    Planner,
     PlannerLimits,
     Refuse,
+    RouterPlanner,
     Size,
-    Status,
     Suspend,
     Unload,
     Wake,
@@ -33,21 +33,21 @@ RULES = ModelRules()
 STILL = ModelRules(sleeps=False)
 
 
-def make(limit: int = 10, rules: dict[str, ModelRules] | None = None, **limits: Any) -> Planner:
+def make(limit: int = 10, rules: dict[str, ModelRules] | None = None, **limits: Any) -> RouterPlanner:
     """A planner of models a, b and c, each of 4 bytes, of which 1 stays while it sleeps."""
-    planner = Planner(rules or dict.fromkeys("abc", STILL), PlannerLimits(limit, **limits))
+    planner = RouterPlanner(rules or dict.fromkeys("abc", STILL), PlannerLimits(limit, **limits))
     for name in planner.models:
         planner.sized(name, Size(4, 1))
     return planner
 
 
-def load(planner: Planner, model: str, now: float, request: int | None = None) -> None:
+def load(planner: RouterPlanner, model: str, now: float, request: int | None = None) -> None:
     """Load a model that fits, for a request that goes on or, without one, for nobody."""
     if request is None:
         planner.want(model, now)
     else:
         planner.request(request, model, now)
-    assert Load(model) in planner.plan(now, PLENTY)
+    assert LoadModel(model) in planner.plan(now, PLENTY)
     planner.ready(model, now)
     planner.plan(now, PLENTY)
 
@@ -55,19 +55,19 @@ def load(planner: Planner, model: str, now: float, request: int | None = None) -
 def test_request_for_an_unloaded_model_loads_and_admits() -> None:
     planner = make()
     planner.request(1, "a", 0.0)
-    assert planner.plan(0.0, PLENTY) == [Load("a")]
+    assert planner.plan(0.0, PLENTY) == [LoadModel("a")]
     assert planner.plan(1.0, PLENTY) == []
     planner.ready("a", 2.0)
     assert planner.plan(2.0, PLENTY) == [Admit(1, "a")]
 
 
 def test_unmeasured_model_is_measured_once_before_it_loads() -> None:
-    planner = Planner({"a": RULES}, PlannerLimits(10))
+    planner = RouterPlanner({"a": RULES}, PlannerLimits(10))
     planner.request(1, "a", 0.0)
     assert planner.plan(0.0, PLENTY) == [Measure("a")]
     assert planner.plan(0.0, PLENTY) == []
     planner.sized("a", Size(4, 1))
-    assert planner.plan(0.0, PLENTY) == [Load("a")]
+    assert planner.plan(0.0, PLENTY) == [LoadModel("a")]
 
 
 def test_least_recently_used_idle_model_is_evicted() -> None:
@@ -81,7 +81,7 @@ def test_least_recently_used_idle_model_is_evicted() -> None:
     assert planner.plan(4.0, PLENTY) == [Unload("b")]
     assert planner.plan(5.0, PLENTY) == []
     planner.ended("b", 6.0)
-    assert planner.plan(6.0, PLENTY) == [Load("c")]
+    assert planner.plan(6.0, PLENTY) == [LoadModel("c")]
 
 
 def test_model_that_may_sleep_sleeps_if_that_is_enough() -> None:
@@ -91,7 +91,7 @@ def test_model_that_may_sleep_sleeps_if_that_is_enough() -> None:
     planner.request(1, "c", 2.0)
     assert planner.plan(2.0, PLENTY) == [Suspend("a")]
     planner.asleep("a", 3.0)
-    assert planner.plan(3.0, PLENTY) == [Load("c")]
+    assert planner.plan(3.0, PLENTY) == [LoadModel("c")]
 
 
 def test_sleeping_model_wakes_for_a_request() -> None:
@@ -107,7 +107,7 @@ def test_sleeping_model_wakes_for_a_request() -> None:
     assert planner.plan(9.5, PLENTY) == [Admit(2, "a")]
 
 
-def load_after_sleep(planner: Planner) -> None:
+def load_after_sleep(planner: RouterPlanner) -> None:
     """Bring in c, for which a goes to sleep."""
     planner.request(1, "c", 2.0)
     planner.plan(2.0, PLENTY)
@@ -133,7 +133,7 @@ def test_model_in_use_is_closed_after_its_turn_not_cut() -> None:
     planner.leave(3, "a", 17.0)
     assert planner.plan(17.0, PLENTY) == [Unload("a")]
     planner.ended("a", 18.0)
-    assert planner.plan(18.0, PLENTY) == [Load("b")]
+    assert planner.plan(18.0, PLENTY) == [LoadModel("b")]
 
 
 def test_closed_model_opens_when_the_other_client_leaves() -> None:
@@ -171,17 +171,17 @@ def test_memory_that_others_hold_delays_a_load() -> None:
     planner = make()
     planner.request(1, "a", 0.0)
     assert planner.plan(0.0, 3) == []
-    assert planner.plan(1.0, 4) == [Load("a")]
+    assert planner.plan(1.0, 4) == [LoadModel("a")]
 
 
 def test_load_in_progress_counts_as_memory_taken() -> None:
     planner = make(limit=100)
     planner.request(1, "a", 0.0)
     planner.request(2, "b", 0.0)
-    assert planner.plan(0.0, 7) == [Load("a")]
+    assert planner.plan(0.0, 7) == [LoadModel("a")]
     assert planner.plan(0.0, 7) == []
     planner.ready("a", 1.0)
-    assert planner.plan(1.0, 4) == [Load("b"), Admit(1, "a")]
+    assert planner.plan(1.0, 4) == [LoadModel("b"), Admit(1, "a")]
 
 
 def test_idle_model_is_unloaded_after_its_keep_alive() -> None:
@@ -216,7 +216,7 @@ def test_failed_load_says_why_and_is_tried_again_later() -> None:
     assert isinstance(refused, Refuse)
     assert str(refused.error) == "the model 'a' failed: no such file; it is tried again in 2 s"
     planner.request(2, "a", 3.0)
-    assert planner.plan(3.0, PLENTY) == [Load("a")]
+    assert planner.plan(3.0, PLENTY) == [LoadModel("a")]
 
 
 def test_first_death_of_a_model_delays_nobody() -> None:
@@ -225,7 +225,7 @@ def test_first_death_of_a_model_delays_nobody() -> None:
     planner.failed("a", "killed by signal 9", 1.0)
     planner.leave(1, "a", 1.0)
     planner.request(2, "a", 1.0)
-    assert planner.plan(1.0, PLENTY) == [Load("a")]
+    assert planner.plan(1.0, PLENTY) == [LoadModel("a")]
     planner.ready("a", 2.0)
     planner.plan(2.0, PLENTY)
     planner.failed("a", "killed by signal 9", 3.0)
@@ -271,7 +271,7 @@ def test_draining_refuses_what_waits_and_loads_nothing() -> None:
 
 
 def test_eviction_spares_models_whose_end_is_not_needed() -> None:
-    planner = Planner(dict.fromkeys("abcd", STILL), PlannerLimits(10))
+    planner = RouterPlanner(dict.fromkeys("abcd", STILL), PlannerLimits(10))
     for name, size in {"a": 1, "b": 8, "c": 1, "d": 8}.items():
         planner.sized(name, Size(size, 0))
     for now, name in enumerate("abc"):
@@ -289,7 +289,7 @@ class World:
         open: request -> model, of those that were neither refused nor have ended.
     """
 
-    planner: Planner
+    planner: RouterPlanner
     limit: int
     now: float = 0.0
     changing: dict[str, Any] = field(default_factory=dict)
@@ -309,7 +309,7 @@ class World:
     def carry_out(self, action: Any) -> None:
         if isinstance(action, Admit):
             assert action.request not in self.running
-            assert self.planner.models[action.model].status is Status.LOADED
+            assert self.planner.models[action.model].status is ModelPhase.LOADED
             self.running.add(action.request)
         elif isinstance(action, Refuse):
             assert action.request not in self.running
@@ -384,7 +384,7 @@ def worlds(draw: st.DrawFn) -> World:
     limits = PlannerLimits(
         limit, draw(st.integers(0, 3)), wait_timeout_s=20.0, turn_s=draw(st.floats(0.0, 5.0))
     )
-    planner = Planner(rules, limits)
+    planner = RouterPlanner(rules, limits)
     for name in NAMES:
         needed = draw(st.integers(1, 6))
         planner.sized(name, Size(needed, draw(st.integers(0, needed))))
@@ -444,7 +444,9 @@ def settle(world: World) -> None:
 def test_busy_models_take_turns(num_models: int, turn_s: float) -> None:
     """Models that are all wanted all the time, with room for one: each is served, within a turn of the others."""
     names = NAMES[:num_models]
-    planner = Planner(dict.fromkeys(names, STILL), PlannerLimits(4, turn_s=turn_s, wait_timeout_s=1000.0))
+    planner = RouterPlanner(
+        dict.fromkeys(names, STILL), PlannerLimits(4, turn_s=turn_s, wait_timeout_s=1000.0)
+    )
     world = World(planner, 4)
     numbers = iter(range(100_000))
     for name in names:

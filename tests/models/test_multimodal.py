@@ -18,6 +18,7 @@ from quire.errors import ModelLoadError, UnsupportedModelError, ValidationError
 from quire.models.hf_config import read_hf_config
 from quire.models.multimodal import LANGUAGE_MODELS, WRAPPERS
 from quire.models.registry import ModelRegistry
+from tests.fixtures.hearing_models import HEARING
 from tests.fixtures.multimodal import MULTIMODAL
 from tests.models.harness import load_tiny, logits_of
 from tests.models.test_parity import assert_close, oracle_logits, prompts
@@ -54,8 +55,11 @@ def test_every_wrapper_has_a_checkpoint_in_the_tests(tiny_model: Callable[[str],
         "Gemma3nForConditionalGeneration",
         "Gemma4ForConditionalGeneration",
         "WhisperForConditionalGeneration",
+        *(row.architecture for row in HEARING.values()),  # tests/multimodal
     }
-    elsewhere |= {row.architecture for row in WRAPPERS.values() if row.reads_text}  # tests/seq2seq
+    elsewhere |= {
+        row.architecture for row in WRAPPERS.values() if row.reads_text or row.reads_images
+    }  # tests/seq2seq
     assert tested | elsewhere == WRAPPERS.keys()
 
 

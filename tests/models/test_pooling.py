@@ -16,8 +16,8 @@ from quire.config import EngineConfig
 from quire.config.pooling import HeadLayer, PoolingSpec
 from quire.engine.startup import prepare
 from quire.errors import ConfigError, ModelLoadError, StartupError, UnsupportedModelError, ValidationError
+from quire.models.architectures import ArchitectureKind, architecture_kind
 from quire.models.built_in import BUILT_IN
-from quire.pooling.models.architectures import ArchitectureKind, architecture_kind
 from quire.pooling_params import PoolingParams
 from tests.fixtures.pooled import write_json
 

@@ -23,18 +23,18 @@ from quire.kernels import reference
 from quire.kernels.formats.search import Steps
 from quire.kernels.linear import WeightScheme
 from quire.quantize import files
-from quire.quantize.grid import AUTO, Grid
+from quire.quantize.grid import AUTO, IntegerGrid
 from quire.quantize.recipe import METHODS, Recipe
 from quire.quantize.run import quantize_checkpoint
 from tests.models.harness import load_tiny, logits_of
 
 IDS = [list(range(3, 40)), [7] * 9]
-GROUPS_OF_32 = Grid(4, 32)
+GROUPS_OF_32 = IntegerGrid(4, 32)
 PRECISE = {"quantization_config": {"mode": "precise"}}
 
 
 def quantized(
-    model: Path, output: Path, method: str = "rtn", grid: Grid = GROUPS_OF_32, **options: Any
+    model: Path, output: Path, method: str = "rtn", grid: IntegerGrid = GROUPS_OF_32, **options: Any
 ) -> Path:
     quantize_checkpoint(
         EngineConfig.from_args(model=str(model), device="cpu"), Recipe(method, grid, **options), output
@@ -66,9 +66,11 @@ def unpacked(tensors: dict[str, Tensor], module: str, bits: int, group: int) -> 
     return (steps * tensors[f"{module}.weight_scale"].float().unsqueeze(-1)).flatten(1)
 
 
-@pytest.mark.parametrize("grid", [Grid(4, 32), Grid(4, 32, False), Grid(8, 32, False)], ids=str)
+@pytest.mark.parametrize(
+    "grid", [IntegerGrid(4, 32), IntegerGrid(4, 32, False), IntegerGrid(8, 32, False)], ids=str
+)
 def test_rounding_to_nearest_writes_what_loading_in_int4_makes(
-    grid: Grid, tiny_model: Callable[[str], Path], tmp_path: Path
+    grid: IntegerGrid, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     before, after = (
         tensors_of(tiny_model("llama")),
@@ -109,14 +111,14 @@ def test_small_weights_in_float16_have_scales_that_it_has(
 def test_words_are_those_of_compressed_tensors() -> None:
     """Recorded of `pack_to_int32` of its version 0.20.0, along inputs, and of zero points along outputs."""
     codes = ((torch.arange(80).reshape(10, 8) * 7 + 3) % 16).to(torch.uint8)
-    written = Grid(4, 1, False).tensors(codes, Steps(torch.ones(10, 8), codes.float()), torch.float32)
+    written = IntegerGrid(4, 1, False).tensors(codes, Steps(torch.ones(10, 8), codes.float()), torch.float32)
     assert written["weight_packed"].tolist() == [[1299153315], [-974714581]] * 5
     assert written["weight_zero_point"].tolist() == [
         [-1280068685, 707406378, -1852730991, 134744072, 2139062143, -421075226, 1566399837, -993737532],
         [179, 42, 145, 8, 127, 230, 93, 196],
     ]
     codes = ((torch.arange(24).reshape(3, 8) * 37 + 11) % 256).to(torch.uint8)
-    written = Grid(8, 1, False).tensors(codes, Steps(torch.ones(3, 8), codes.float()), torch.float32)
+    written = IntegerGrid(8, 1, False).tensors(codes, Steps(torch.ones(3, 8), codes.float()), torch.float32)
     assert written["weight_packed"].tolist() == [
         [2052403211, 250201247],
         [-1568843725, 907144391],
@@ -136,7 +138,7 @@ def test_models_run_from_what_is_written(
     texts = tmp_path / "texts.txt"
     texts.write_text("A text of which some pages are read to calibrate. " * 8)
     calibration = {} if method == "rtn" else {"calibration": texts, "sequence_length": 64}
-    path = quantized(tiny_model(family), tmp_path / "q", method, Grid(8, 16), **calibration)
+    path = quantized(tiny_model(family), tmp_path / "q", method, IntegerGrid(8, 16), **calibration)
     expected, found = logits(tiny_model(family)), logits(path, **PRECISE)
     errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
     # Of the tokens of a sparse model a few get another expert; a scale in the wrong place would show in all.
@@ -151,7 +153,7 @@ def test_the_model_in_the_box_bears_gptq_better_than_rounding(tmp_path: Path) ->
     box = resolve_model_dir("quire-demo", None, None)
     chats = {"calibration": CHATS, "num_sequences": 24}
     paths = [box] + [
-        quantized(box, tmp_path / method, method, Grid(4, 64), **(chats if method == "gptq" else {}))
+        quantized(box, tmp_path / method, method, IntegerGrid(4, 64), **(chats if method == "gptq" else {}))
         for method in ("rtn", "gptq")
     ]
     ids = [load_ids(box)]
@@ -180,7 +182,7 @@ def test_mistakes_are_reported_and_leave_no_files(
     for wrong, match in (
         ({"output": there}, "exists already"),
         (
-            {"grid": Grid(4, 128)},
+            {"grid": IntegerGrid(4, 128)},
             r"--group-size 128 does not divide model.layers.0.self_attn.q_proj \(64 inputs\)",
         ),
         ({"method": "magic"}, "--method must be one of rtn, gptq, awq, awq-gptq"),
@@ -208,7 +210,7 @@ def test_group_size_auto_is_the_largest_that_divides_all(
 ) -> None:
     llama = tiny_model("llama")
     config = EngineConfig.from_args(model=str(llama), device="cpu")
-    used = quantize_checkpoint(config, Recipe("rtn", Grid(4, AUTO)), tmp_path / "q")
+    used = quantize_checkpoint(config, Recipe("rtn", IntegerGrid(4, AUTO)), tmp_path / "q")
     inputs = [tensor.shape[1] for name, tensor in tensors_of(llama).items() if "proj" in name]
     assert used.group_size == max(size for size in (32, 64, 128) if not any(k % size for k in inputs))
 

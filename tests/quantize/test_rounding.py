@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels.formats.search import Steps
 from quire.quantize.awq import best_scales
 from quire.quantize.gptq import DAMPING, gptq
-from quire.quantize.grid import Grid
+from quire.quantize.grid import IntegerGrid
 from quire.quantize.inputs import InputStatistics
 
 
@@ -34,7 +34,7 @@ def output_error(weight: Tensor, rounded: Tensor, inputs: InputStatistics) -> fl
     return float(torch.sum(change @ inputs.gram * change))
 
 
-def step_by_step(weight: Tensor, gram: Tensor, grid: Grid, act_order: bool) -> Tensor:
+def step_by_step(weight: Tensor, gram: Tensor, grid: IntegerGrid, act_order: bool) -> Tensor:
     """Codes: after each input the best change of all that are left, by the inverse of what is left of X^T X."""
     steps = grid.steps(weight, gram.diagonal())
     damped = gram.double() + DAMPING * gram.diagonal().mean().double() * torch.eye(len(gram)).double()
@@ -51,8 +51,8 @@ def step_by_step(weight: Tensor, gram: Tensor, grid: Grid, act_order: bool) -> T
 
 
 @pytest.mark.parametrize("act_order", [True, False])
-@pytest.mark.parametrize("grid", [Grid(4, 32), Grid(4, 64, False), Grid(8, 64)], ids=str)
-def test_gptq_makes_the_best_change_after_each_input(grid: Grid, act_order: bool) -> None:
+@pytest.mark.parametrize("grid", [IntegerGrid(4, 32), IntegerGrid(4, 64, False), IntegerGrid(8, 64)], ids=str)
+def test_gptq_makes_the_best_change_after_each_input(grid: IntegerGrid, act_order: bool) -> None:
     weight, gram = weight_of(1), correlated(2).gram / 600
     codes, _ = gptq(weight, gram, grid, act_order=act_order)
     expected = step_by_step(weight, gram, grid, act_order)
@@ -64,13 +64,13 @@ def test_gptq_makes_the_best_change_after_each_input(grid: Grid, act_order: bool
 def test_inputs_that_never_come_cost_nothing() -> None:
     weight, gram = weight_of(3), correlated(4).gram.clone()
     gram[5], gram[:, 5] = 0.0, 0.0
-    codes, steps = gptq(weight, gram, Grid(4, 32))
+    codes, steps = gptq(weight, gram, IntegerGrid(4, 32))
     assert steps.weights(codes.unflatten(1, (-1, 32))).isfinite().all()
     assert (codes[:, 5] == 8).all()
 
 
-@pytest.mark.parametrize("grid", [Grid(4, 32), Grid(4, 64, False)], ids=str)
-def test_calibration_lowers_the_error_of_outputs(grid: Grid) -> None:
+@pytest.mark.parametrize("grid", [IntegerGrid(4, 32), IntegerGrid(4, 64, False)], ids=str)
+def test_calibration_lowers_the_error_of_outputs(grid: IntegerGrid) -> None:
     weight, inputs = weight_of(5), correlated(6)
     steps = grid.steps(weight)
     plain = output_error(weight, grid.weights(grid.codes(weight, steps), steps), inputs)
@@ -87,8 +87,8 @@ def test_calibration_lowers_the_error_of_outputs(grid: Grid) -> None:
 
 
 @pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("grid", [Grid(4, 32), Grid(4, 64, False), Grid(8, 64)], ids=str)
-def test_scales_are_used_as_they_are_stored(grid: Grid, small: bool) -> None:
+@pytest.mark.parametrize("grid", [IntegerGrid(4, 32), IntegerGrid(4, 64, False), IntegerGrid(8, 64)], ids=str)
+def test_scales_are_used_as_they_are_stored(grid: IntegerGrid, small: bool) -> None:
     """float16 has few numbers as small as scales may be, which codes and choices must know."""
     weight = (weight_of(7) * (2.0 ** (grid.bits - 25) if small else 1.0)).half().float()
     stored_as = grid.stored_as(torch.float16)

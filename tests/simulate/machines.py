@@ -8,15 +8,15 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.engine.trace import Frame, Header, Trace, recorded
 from quire.kv_cache.spec import encode_kv_config
-from quire.simulate.costs import StepCosts
+from quire.simulate.costs import PlanCosts
 from quire.simulate.machine import Machine
 from quire.simulate.simulator import Simulator
 from tests.scheduler.harness import make_config, make_kv_config
 
-COSTS = StepCosts(plan_s=0.0005, pass_s=0.01, sample_s=0.001, prompt_token_s=0.0002, position_s=1e-6)
+COSTS = PlanCosts(plan_s=0.0005, pass_s=0.01, sample_s=0.001, prompt_token_s=0.0002, position_s=1e-6)
 
 
-def make_machine(costs: StepCosts = COSTS, **changes: Any) -> Machine:
+def make_machine(costs: PlanCosts = COSTS, **changes: Any) -> Machine:
     """Return a machine of 4 rows, 16 tokens a step and 64 blocks of 4 tokens, with one pass per plan."""
     config = make_config(
         **{"num_scheduler_steps": 1, "max_steps_in_flight": 1, "async_scheduling": False, **changes}

@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 from quire.simulate.costs import (
     AMOUNTS,
     MeasuredStep,
-    StepCosts,
+    PlanCosts,
     StepWork,
     fit_costs,
     measured_steps,
@@ -52,7 +52,7 @@ def random_work(generator: random.Random) -> StepWork:
 @given(st.lists(st.floats(0.0, 0.01), min_size=4, max_size=4), st.integers(0, 2**32))
 def test_fit_predicts_exact_steps(amounts: list[float], seed: int) -> None:
     generator = random.Random(seed)
-    known = StepCosts(0.001, *amounts)
+    known = PlanCosts(0.001, *amounts)
     work = [random_work(generator) for _ in range(60)]
     fitted = fit_costs([MeasuredStep(one, known.seconds(one)) for one in work])
     for one in work:
@@ -78,12 +78,12 @@ def test_fit_of_few_steps_is_refused() -> None:
 def test_costs_below_zero_are_refused(name: str, value: float) -> None:
     given = dict.fromkeys(AMOUNTS, 1.0) | {name: value}
     with pytest.raises(ConfigError, match=name):
-        StepCosts(**given)
+        PlanCosts(**given)
 
 
 def test_costs_without_time_per_step_are_refused() -> None:
     with pytest.raises(ConfigError, match="never end"):
-        StepCosts(0.0, 0.0, 1.0, 1.0, 1.0)
+        PlanCosts(0.0, 0.0, 1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import json
 import wave
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -111,3 +112,22 @@ async def test_routes_bad_body_is_refused(client: httpx.AsyncClient) -> None:
         f"http://quire{PATH}", files={"file": ("a.wav", sound(0.2))}, headers={"origin": "http://other"}
     )
     assert [reply.status_code for reply in (plain, broken, foreign)] == [400, 400, 400]
+
+
+async def test_routes_beam_size_searches_whole_and_streamed(client: httpx.AsyncClient) -> None:
+    def form(**fields: str) -> dict[str, Any]:
+        return {
+            "files": {"file": ("a.wav", sound(0.5))},
+            "data": {"language": "de", "beam_size": "3", **fields},
+        }
+
+    whole = await client.post("/audio/transcriptions", **form())
+    assert whole.status_code == 200
+    streamed = await client.post("/audio/transcriptions", **form(stream="true"))
+    done = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert done[-1]["type"] == "transcript.text.done"
+    assert done[-1]["text"] == whole.json()["text"]
+    for wrong in ("0", "65", "many"):
+        reply = await client.post("/audio/transcriptions", **form(beam_size=wrong))
+        assert reply.status_code == 400
+        assert "beam_size" in reply.json()["error"]["message"]

@@ -15,7 +15,15 @@ import torch.nn.functional as F
 from quire.errors import ValidationError
 from quire.multimodal.arrays import write_arrays
 from quire.speech import voice
-from quire.speech.voice import CHUNK, SHAPES, Span, VoiceDetector, load_detector, spans_of, voiced_windows
+from quire.speech.voice import (
+    CHUNK,
+    SHAPES,
+    SpeechSpan,
+    VoiceDetector,
+    load_detector,
+    spans_of,
+    voiced_windows,
+)
 from quire.speech.windows import PcmFile
 
 
@@ -83,7 +91,7 @@ def test_spans_short_pause_joins_and_click_is_dropped() -> None:
 
 def test_spans_speech_continues_at_middling_probability() -> None:
     assert list(spans_of(chunks((1, 0.4), (1, 0.6), (3, 0.4)), 80_000)) == [
-        Span(pytest.approx(9_600, abs=CHUNK), 80_000)  # type: ignore[arg-type]
+        SpeechSpan(pytest.approx(9_600, abs=CHUNK), 80_000)  # type: ignore[arg-type]
     ]
 
 

@@ -19,7 +19,7 @@ from quire.errors import UnavailableError, ValidationError
 from quire.structured_output import checker as checker_module
 from quire.structured_output.checker import Checker, CheckLimitError, CheckProcess, CheckRequest
 from quire.structured_output.normalize import normalize
-from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings
+from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings
 
 SETTINGS = StructuredOutputsSettings(compile_timeout_s=60.0)
 SLOW = StructuredOutputsParams(json={"type": "integer", "multipleOf": 99_998_300})

@@ -16,9 +16,9 @@ from quire.structured_output.backend import Grammar, GrammarBackend, GrammarErro
 from quire.structured_output.ebnf.expressions import char_set, complement, intersection
 from quire.structured_output.guidance import GuidanceBackend
 from quire.structured_output.normalize import normalize
-from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings
-from quire.structured_output.vocabulary import Vocabulary
 from quire.structured_output.xgrammar_backend import XGrammarBackend
+from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings
+from quire.vocabulary import Vocabulary
 
 BYTES = Vocabulary.from_bytes()
 backend, guidance = XGrammarBackend(BYTES), GuidanceBackend(BYTES)

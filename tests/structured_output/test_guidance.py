@@ -10,8 +10,8 @@ import pytest
 
 from quire.structured_output.backend import GrammarError, Masks, Matcher
 from quire.structured_output.guidance import LIMITS, GuidanceBackend, grammar_error
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 
 
 class PanicException(BaseException):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from quire.engine.tokenizer_cache import vocabulary_of
 from quire.structured_output.backend import GrammarBackend, GrammarError, Masks, Matcher
 from quire.structured_output.backends import BACKENDS
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 from tests.engine.tokenizer_kinds import EOS, KINDS, Kind
 from tests.structured_output.reference_grammar import (
     Regex,

@@ -21,8 +21,8 @@ from quire.errors import ValidationError
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Masks
 from quire.structured_output.backends import BACKENDS
 from quire.structured_output.normalize import normalize
-from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings
+from quire.vocabulary import Vocabulary
 
 SUITE = Path(__file__).parent / "suite"
 FILES = sorted(SUITE.rglob("*.json"))

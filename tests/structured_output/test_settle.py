@@ -17,9 +17,9 @@ from quire.structured_output.backend import Grammar, GrammarError
 from quire.structured_output.ecma_regex import RegexError, to_rust
 from quire.structured_output.guidance import GuidanceBackend
 from quire.structured_output.normalize import normalize
-from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings
 from quire.structured_output.schema import NOT_ENFORCED, VALUES
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings
+from quire.vocabulary import Vocabulary
 
 backend = GuidanceBackend(Vocabulary.from_bytes())
 DEFAULT = StructuredOutputsSettings()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from quire.structured_output.backend import GrammarError
-from quire.structured_output.params import MiB, StructuredOutputsParams, StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import MiB, StructuredOutputsParams, StructuredOutputsSettings
+from quire.vocabulary import Vocabulary
 
 
 def store(**settings: int) -> GrammarStore:

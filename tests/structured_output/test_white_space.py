@@ -13,9 +13,9 @@ import pytest
 from quire.structured_output.backend import GrammarBackend, Masks
 from quire.structured_output.guidance import GuidanceBackend
 from quire.structured_output.normalize import normalize
-from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings
-from quire.structured_output.vocabulary import Vocabulary
 from quire.structured_output.xgrammar_backend import XGrammarBackend
+from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings
+from quire.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary.from_bytes()
 BACKENDS = [GuidanceBackend(VOCABULARY), XGrammarBackend(VOCABULARY)]

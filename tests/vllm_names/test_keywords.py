@@ -97,7 +97,7 @@ def test_no_row_hides_an_own_option() -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in OPTIONS.values() if row.fate is Fate.RENAMED], ids=str)
-def test_renamed_options_exist(row: rows.Row) -> None:
+def test_renamed_options_exist(row: rows.NameRow) -> None:
     targets = [row.to] if row.to else [name for options in row.values.values() for name in options]
     for target in targets:
         assert target.partition(".")[0] in engine_fields()

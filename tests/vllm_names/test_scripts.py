@@ -162,7 +162,6 @@ def test_metrics_count_generated_tokens(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("start_profile", "py-spy"),
         ("enqueue", "llm_engine.add_request"),
         ("preprocess_chat", "apply_chat_template"),
         ("set_tokenizer", "tokenizer=DIRECTORY"),

@@ -16,7 +16,9 @@ from quire.scheduler.output import SchedulerOutput
 from quire.spec_decode.drafter import Draft, Text
 from quire.spec_decode.speculation import Speculation
 from quire.spec_decode.step_costs import OwnClock, StepCosts
-from quire.worker.calibration import NUM_TIMED, Calibration, is_calibrated, rehearsed_groups, shapes_of
+from quire.spec_decode.worker.calibration import NUM_TIMED, Calibration, is_calibrated, shapes_of
+from quire.spec_decode.worker.drafting import DraftingPart
+from quire.worker.calibration import rehearsed_groups
 from tests.spec_decode.told_clocks import ToldClocks
 from tests.worker.harness import (
     BLOCK_SIZE,
@@ -137,9 +139,11 @@ def test_nothing_is_left_behind_but_costs(adaptive: bool) -> None:
     drafter, clocks = Asked(), ToldClocks()
     runner = toy_runner(**AUTO)
     speculation = Speculation({"asked": drafter}, adaptive=adaptive, clocks=clocks)
-    runner._speculation = speculation
-    calibration = Calibration([(1, 0), (1, 3), (2, 1)], cache_of(FULL))
-    runner.calibrate(calibration, OwnClock())
+    (part,) = runner.parts
+    assert isinstance(part, DraftingPart)
+    part.speculation, part.clocks = speculation, OwnClock()
+    part.calibration = Calibration([(1, 0), (1, 3), (2, 1)], cache_of(FULL))
+    runner.calibrate()
     costs = speculation._costs
     assert [width for width in range(9) if costs.is_known(width)] == ([1, 4] if adaptive else [])
     assert not drafter.names

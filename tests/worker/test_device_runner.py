@@ -125,7 +125,7 @@ def test_steps_that_verify_drafts_are_replayed(capture: str) -> None:
         prefill_graph_sizes=[0],
         cudagraph_capture_sizes=[1, 4, 8],
     )
-    runner._speculation = None  # drafts are ours
+    runner.parts[0].speculation = None  # drafts are ours
     runner.prepare()
     if capture == "start":
         assert gpu.captured == [32, 24, 16, 16, 12, 8, 8, 4, 4, 3, 2, 1]

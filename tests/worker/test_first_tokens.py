@@ -20,7 +20,7 @@ from quire.kernels import ops
 from quire.kernels.attention_metadata import ANY_LIMITS, NO_LIMITS
 from quire.kernels.cpu import library
 from quire.layers.embedding import VocabEmbedding
-from quire.layers.shard import Shard, Span
+from quire.layers.shard import Shard, ShardSpan
 from quire.models.base import CausalLM
 from quire.sampling_params import SamplingParams
 from quire.worker.sampler.logprobs import StagedLogprobs
@@ -79,7 +79,7 @@ def test_top_k_samples_of_ranks_are_those_of_all_logits(size: int, num: int) -> 
         )
 
     def work(group: Group) -> list[int]:
-        own = Span(logits.shape[1], uneven=True).piece(Shard(group.rank, group.size), "head")
+        own = ShardSpan(logits.shape[1], uneven=True).piece(Shard(group.rank, group.size), "head")
         model = SimpleNamespace(own_logits=lambda hidden: logits[:, own])
         return chosen(first_tokens(model, group, own).logits(logits, num))
 
@@ -101,7 +101,7 @@ def test_it_is_the_token_that_all_logits_together_give(size: int) -> None:
     logits = rows()
 
     def work(group: Group) -> list[int]:
-        own = Span(logits.shape[1], uneven=True).piece(Shard(group.rank, group.size), "head")
+        own = ShardSpan(logits.shape[1], uneven=True).piece(Shard(group.rank, group.size), "head")
         model = SimpleNamespace(own_logits=lambda hidden: logits[:, own])
         return first_tokens(model, group, own).codes(logits).tolist()
 

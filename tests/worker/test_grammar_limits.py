@@ -16,10 +16,10 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.structured_output.backend import Masks
 from quire.structured_output.checker import Checker
 from quire.structured_output.normalize import normalize
-from quire.structured_output.params import StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
-from quire.structured_output.vocabulary import BYTES_END, Vocabulary
-from quire.worker.sampler.grammar import ConstrainedText
+from quire.structured_output.worker.grammar import ConstrainedText
+from quire.structured_outputs_params import StructuredOutputsSettings
+from quire.vocabulary import BYTES_END, Vocabulary
 from tests.worker.harness import request
 
 SETTINGS = StructuredOutputsSettings(compile_timeout_s=120.0)

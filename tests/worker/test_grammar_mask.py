@@ -15,13 +15,13 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler.output import NewRequestData
 from quire.structured_output import backends, vocabulary
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Masks, Matcher
-from quire.structured_output.params import StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
-from quire.structured_output.vocabulary import Vocabulary
-from quire.worker.cpu import HostTransfers
+from quire.structured_output.worker.grammar import ConstrainedText, GrammarMask
+from quire.structured_outputs_params import StructuredOutputsSettings
+from quire.vocabulary import Vocabulary
+from quire.worker.cpu import CpuTransfers
 from quire.worker.input_batch import Samples
 from quire.worker.sampler import Sampler, SamplerOutput
-from quire.worker.sampler.grammar import ConstrainedText
 from tests.worker.harness import append_tokens, input_batch, next_samples, request, rows_of
 
 END = 256
@@ -50,7 +50,8 @@ class Bench:
 
     def __init__(self, members: list[NewRequestData], grammars: GrammarStore | None = None) -> None:
         self.batch = input_batch()
-        self.sampler = Sampler(self.batch, VOCAB, HostTransfers(), grammars=grammars or store())
+        masks = GrammarMask(self.batch, VOCAB, grammars or store())
+        self.sampler = Sampler(self.batch, VOCAB, CpuTransfers(), features=[masks])
         self.rows = rows_of(*(self._add(index, one) for index, one in enumerate(members)))
 
     def _add(self, index: int, one: NewRequestData) -> int:
@@ -208,7 +209,7 @@ def test_text_that_spends_its_budget_fails_alone(
     monkeypatch: pytest.MonkeyPatch, ms: float, fails: bool
 ) -> None:
     """Its mask is complete nevertheless, so that ranks which do not limit time sample the same token."""
-    monkeypatch.setattr("quire.worker.sampler.grammar.time.thread_time_ns", SlowClock(ms))
+    monkeypatch.setattr("quire.structured_output.worker.grammar.time.thread_time_ns", SlowClock(ms))
     bench = Bench([member("a*", ignore_eos=True), member(None)])
     for _ in range(20):
         output = bench.step("b")
@@ -218,7 +219,7 @@ def test_text_that_spends_its_budget_fails_alone(
 
 
 def test_store_that_limits_no_time_has_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.worker.sampler.grammar.time.thread_time_ns", SlowClock(1e4))
+    monkeypatch.setattr("quire.structured_output.worker.grammar.time.thread_time_ns", SlowClock(1e4))
     grammars = GrammarStore(StructuredOutputsSettings(), limits_time=False)
     grammars.use_vocabulary(lambda: VOCABULARY)
     bench = Bench([member("a*", ignore_eos=True)], grammars)
@@ -291,7 +292,7 @@ def test_limit_of_the_library_is_named() -> None:
 def forced(bench: Bench, output: str) -> bytes:
     """Return the tokens that the grammar forces after this output of the only request."""
     known = np.array([1, 2, *output.encode()], dtype=np.int32)
-    return bytes(bench.sampler.grammar_mask.forced_tokens(int(bench.rows[0]), known))
+    return bytes(bench.sampler.forced_tokens(int(bench.rows[0]), known))
 
 
 def test_forced_tokens_are_predicted_and_change_no_mask() -> None:

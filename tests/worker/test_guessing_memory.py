@@ -12,6 +12,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine.startup import prepare
 from quire.scheduler.output import SchedulerOutput
+from quire.spec_decode.worker.drafting import DraftingPart
 from quire.spec_decode.worker.head_chain import HeadChain, Medusa
 from quire.spec_decode.worker.proposer import kept_bytes, passing_bytes
 from quire.worker.cpu import CpuDevice
@@ -42,7 +43,9 @@ def test_memory_kept_by_draft_heads_is_counted(
 
     monkeypatch.setattr(ModelRunner, "launch", noted)
     Worker(config, device).load()
-    guesses = runners[-1]._draft_model
+    (part,) = runners[-1].parts
+    assert isinstance(part, DraftingPart)
+    guesses = part.proposer
     if isinstance(guesses, HeadChain):
         held = guesses._kept._states.nbytes + guesses._behind.nbytes
     else:

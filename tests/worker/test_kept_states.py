@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from quire.spec_decode.worker.proposer import StateRing, layout_of, positions_of
-from quire.worker.cpu import HostTransfers
+from quire.worker.cpu import CpuTransfers
 
 
 def test_states_are_those_that_were_computed_last() -> None:
     draw = np.random.default_rng(3)
-    kept, known = StateRing(6, 8, 1, torch.float32, HostTransfers()), dict[tuple[int, int], float]()
+    kept, known = StateRing(6, 8, 1, torch.float32, CpuTransfers()), dict[tuple[int, int], float]()
     num_computed, highest = np.zeros(6, dtype=np.int64), np.zeros(6, dtype=np.int64)
     for number in range(60):
         rows = draw.permutation(6)[: draw.integers(1, 7)]

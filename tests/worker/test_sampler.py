@@ -18,7 +18,7 @@ from quire.kernels.cpu.library import set_num_threads
 from quire.sampling_extras import DryBreaker
 from quire.sampling_params import SamplingParams, ThinkingMarkers
 from quire.scheduler.output import NewRequestData
-from quire.worker.cpu import HostTransfers
+from quire.worker.cpu import CpuTransfers
 from quire.worker.input_batch import Samples
 from quire.worker.sampler import Sampler, SamplerOutput, StagedRows, clear_unusable
 from quire.worker.sampler.logprobs import LogprobsMode, token_logprobs
@@ -129,7 +129,7 @@ class Bench:
         self, members: list[NewRequestData], vocab_size: int = VOCAB, mode: str = "raw_logprobs"
     ) -> None:
         self.batch = input_batch(max_num_seqs=max(8, len(members)))
-        self.sampler = Sampler(self.batch, vocab_size, HostTransfers(), logprobs_mode=LogprobsMode(mode))
+        self.sampler = Sampler(self.batch, vocab_size, CpuTransfers(), logprobs_mode=LogprobsMode(mode))
         for index, member in enumerate(members):
             self.add(f"r{index}", member)
 

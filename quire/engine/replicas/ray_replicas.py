@@ -17,11 +17,11 @@ from quire.config.device import HostShare
 from quire.engine.replicas.remote_replicas import RemoteReplicas
 from quire.engine.replicas.replica_host import ReplicaAgent
 from quire.engine.replicas.replica_wire import facts_of
+from quire.engine.supervision import supervision
 from quire.errors import QuireError
 from quire.executor.ranks.ray_cluster import Lost, RayProcess, StartReplica
 from quire.logging_setup import configure_logging
 from quire.platforms import Host
-from quire.supervision.progress import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class RayReplicas:
 
     def __init__(self, config: EngineConfig, remote: RemoteReplicas) -> None:
         self._parallel, self._remote = config.parallel, remote
-        self._supervisor = Supervisor(resume=True)
+        self._supervisor = supervision().make_supervisor(resume=True)
         self._process = RayProcess("quire.engine.replicas.ray_process", with_threads(config))
         self._running: set[int] = set()
         self._due: dict[int, float] = {}  # Replica -> time at which to request it, the first time or again.

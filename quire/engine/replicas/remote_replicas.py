@@ -21,12 +21,13 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.client import CoreClient
+from quire.engine.core_progress import requests_with_digests
 from quire.engine.messages import WIRE_VERSION, CoreMessage, CoreRequest, Shutdown
 from quire.engine.replicas.replica_wire import (
     Alive,
     BadFrameError,
-    CoreLost,
     FromReplica,
+    ReplicaCoreLost,
     ReplicaHello,
     ReplicaWire,
     arithmetic_of,
@@ -35,10 +36,10 @@ from quire.engine.replicas.replica_wire import (
     received_from,
     sent_to,
 )
+from quire.engine.supervision import STALL_S
 from quire.errors import EngineDeadError, StartupError
 from quire.joining import Place, listening, receive_hello, send_answer
 from quire.kernels.cpu.instruction_sets import VARIABLE
-from quire.supervision.progress import STALL_S, requests_with_digests
 from quire.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -268,7 +269,7 @@ class RemoteReplicaClient(CoreClient):
         if isinstance(message, Alive):
             self._alive = message
             return None
-        if isinstance(message, CoreLost):
+        if isinstance(message, ReplicaCoreLost):
             self._in_work = set(message.in_work)
             raise EngineDeadError(message.message)
         return received_from(message, joined.ahead_s)

@@ -24,16 +24,16 @@ from quire.engine.replicas.remote_replicas import JOIN_S
 from quire.engine.replicas.replica_wire import (
     Alive,
     BadFrameError,
-    CoreLost,
+    ReplicaCoreLost,
     ReplicaHello,
     ReplicaWire,
     arithmetic_of,
     decoded,
     facts_of,
 )
+from quire.engine.supervision import supervision
 from quire.errors import QuireError, StartupError
 from quire.joining import connect_to_first_host, introduce
-from quire.supervision.progress import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ReplicaAgent:
     def __init__(self, config: EngineConfig, facts: dict[str, bytes]) -> None:
         self._config, self._facts = config, facts
         self._replica = config.parallel.first_replica
-        self._supervisor = Supervisor(resume=True)
+        self._supervisor = supervision().make_supervisor(resume=True)
         self._stopped = threading.Event()
         self._relay: Relay | None = None
 
@@ -176,7 +176,7 @@ class Relay:
 
     def _send_death(self, death: QuireError) -> None:
         try:
-            self._wire.send(CoreLost(str(death), sorted(self._client.digests_in_work())))
+            self._wire.send(ReplicaCoreLost(str(death), sorted(self._client.digests_in_work())))
         except (OSError, EOFError):
             logger.warning("the server is gone as well")
 

@@ -62,14 +62,14 @@ class Alive(msgspec.Struct, tag="alive", frozen=True):
     stalls: bool
 
 
-class CoreLost(msgspec.Struct, tag="lost", frozen=True):
-    """Death of a core; `in_work` are digests of the requests it was working on (`progress.digest`)."""
+class ReplicaCoreLost(msgspec.Struct, tag="lost", frozen=True):
+    """Death of a core; `in_work` are digests of the requests it was working on (`ProgressFile.digests`)."""
 
     message: str
     in_work: list[bytes]
 
 
-FromReplica = CoreMessage | Alive | CoreLost
+FromReplica = CoreMessage | Alive | ReplicaCoreLost
 Message = TypeVar("Message")
 
 

@@ -171,7 +171,7 @@ def complete(quick: str | None, max_tokens: int | None, **server: Any) -> None:
     each_line("> ", answer)
 
 
-class ChatMessage:
+class ChatMessagePrinter:
     """Collects and prints the chunks of a chat message."""
 
     def __init__(self) -> None:
@@ -248,8 +248,8 @@ class ChatLog:
             messages += [self._tools.answer(call) for call in answer.tool_calls]
         raise EngineError(f"the model still calls tools after {MAX_ROUNDS} rounds of tool calls")
 
-    def _answer(self, messages: list[dict[str, Any]]) -> ChatMessage:
-        answer = ChatMessage()
+    def _answer(self, messages: list[dict[str, Any]]) -> ChatMessagePrinter:
+        answer = ChatMessagePrinter()
         tools = {"tools": self._tools.described} if self._tools.described else {}
         self._conversation.say("/chat/completions", {"messages": messages, **tools, **self._form}, answer)
         return answer

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from quire.entrypoints.cli.doctor import SECTIONS, Section, report
+from quire.entrypoints.cli.doctor import SECTIONS, ReportSection, report
 
 OUR_VARIABLES = (
     "QUIRE_",
@@ -44,7 +44,7 @@ def collect_env() -> None:
     click.echo(f"```text\n{text}\n```")
 
 
-def gpu_section() -> Section:
+def gpu_section() -> ReportSection:
     """Return the accelerators that torch detects."""
     try:
         import torch
@@ -52,30 +52,30 @@ def gpu_section() -> Section:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         facts = {"CUDA of torch": str(torch.version.cuda or "none")}
     except (ImportError, OSError, RuntimeError) as error:
-        return Section("GPU", {"torch": str(error)})
-    return Section("GPU", facts | {f"GPU {index}": name for index, name in enumerate(names)})
+        return ReportSection("GPU", {"torch": str(error)})
+    return ReportSection("GPU", facts | {f"GPU {index}": name for index, name in enumerate(names)})
 
 
-def limits_section(cgroup: Path = CGROUP) -> Section:
+def limits_section(cgroup: Path = CGROUP) -> ReportSection:
     """Return the limits of the operating system or container."""
     facts = {name: _first_line(cgroup / name) for name in ("cpu.max", "memory.max")}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Section("Limits", {**facts, "open files": f"{soft} (hard {hard})"})
+    return ReportSection("Limits", {**facts, "open files": f"{soft} (hard {hard})"})
 
 
-def variables_section(environment: Mapping[str, str]) -> Section:
+def variables_section(environment: Mapping[str, str]) -> ReportSection:
     """Return the relevant environment variables; keys are masked."""
     facts = {}
     for name in sorted(environment):
         if name.startswith(OUR_VARIABLES):
             facts[name] = "(set)" if any(word in name for word in SECRET) else environment[name]
-    return Section("Environment variables", facts)
+    return ReportSection("Environment variables", facts)
 
 
-def packages_section() -> Section:
+def packages_section() -> ReportSection:
     """Return all installed packages, and the path of Python."""
     found = {dist.metadata["Name"] or "?": dist.version for dist in importlib.metadata.distributions()}
-    return Section(
+    return ReportSection(
         "Packages",
         {"(python)": sys.executable, **dict(sorted(found.items(), key=lambda one: one[0].lower()))},
     )

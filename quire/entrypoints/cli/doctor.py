@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quire doctor`: machine, versions, chosen kernels, and problems.
 
-Invariant: every section can be reported on a broken installation; a fault is a `Problem` with a hint. Facts about the
-machine come from Linux's /proc, and are "unknown" without it.
+Invariant: every section can be reported on a broken installation; a fault is a `DoctorProblem` with a hint. Facts about
+the machine come from Linux's /proc, and are "unknown" without it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _read(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Problem:
+class DoctorProblem:
     """A problem, and how to solve it."""
 
     what: str
@@ -110,12 +110,12 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """One section of the report."""
 
     title: str
     facts: dict[str, str]
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[DoctorProblem] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """Return the section as text."""
@@ -123,7 +123,7 @@ class Section:
         return [self.title, *(f"  {name:{width}}  {value}" for name, value in self.facts.items())]
 
 
-def machine_section() -> Section:
+def machine_section() -> ReportSection:
     """Return processor, memory and operating system."""
     memory = memory_gib()
     facts = {
@@ -134,7 +134,7 @@ def machine_section() -> Section:
         "memory": "{:.1f} GiB, {:.1f} GiB available".format(*memory) if memory else UNKNOWN,
         "system": platform.platform(),
     }
-    return Section("Machine", facts)
+    return ReportSection("Machine", facts)
 
 
 def node_facts(host: Host) -> dict[str, str]:
@@ -150,7 +150,7 @@ def _gib(num_bytes: int | None) -> str:
     return UNKNOWN if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
 
 
-def versions_section() -> Section:
+def versions_section() -> ReportSection:
     """Return the versions of quire, Python and the main packages."""
     facts = {"quire": __version__, "python": platform.python_version()}
     facts |= {package: version_of(package) or "not installed" for package in PACKAGES}
@@ -158,28 +158,28 @@ def versions_section() -> Section:
         *python_problems(sys.version_info[:2]),
         *torch_problems(version_of("torch")),
     ]
-    return Section("Versions", facts, problems)
+    return ReportSection("Versions", facts, problems)
 
 
-def python_problems(version: tuple[int, ...]) -> list[Problem]:
+def python_problems(version: tuple[int, ...]) -> list[DoctorProblem]:
     """Return the problems of this Python version."""
     if OLDEST_PYTHON <= version <= NEWEST_PYTHON:
         return []
     hint = f"use Python {_dotted(OLDEST_PYTHON)} to {_dotted(NEWEST_PYTHON)}"
-    return [Problem(f"Python {_dotted(version)} is not supported", hint)]
+    return [DoctorProblem(f"Python {_dotted(version)} is not supported", hint)]
 
 
-def torch_problems(version: str | None) -> list[Problem]:
+def torch_problems(version: str | None) -> list[DoctorProblem]:
     """Return the problems of this torch version."""
     hint = f"pip install 'torch>={_dotted(OLDEST_TORCH)}'"
     if version is None:
-        return [Problem("torch is not installed", hint)]
+        return [DoctorProblem("torch is not installed", hint)]
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TORCH:
-        return [Problem(f"torch {version} is too old", hint)]
+        return [DoctorProblem(f"torch {version} is too old", hint)]
     return []
 
 
-def native_library_section() -> Section:
+def native_library_section() -> ReportSection:
     """Return the state of the C++ kernels, or why they are not loaded."""
     title = "Native library"
     try:
@@ -190,15 +190,15 @@ def native_library_section() -> Section:
 
         loaded, status = library.loaded(), library.status()
     except ValueError as error:
-        return Section(
-            title, {"state": "not loaded"}, [Problem(str(error), "correct or unset QUIRE_CPU_ISA")]
+        return ReportSection(
+            title, {"state": "not loaded"}, [DoctorProblem(str(error), "correct or unset QUIRE_CPU_ISA")]
         )
     except (ImportError, OSError, RuntimeError, StartupError) as error:
-        return Section(title, {"state": "not loaded"}, [Problem(str(error), REINSTALL)])
+        return ReportSection(title, {"state": "not loaded"}, [DoctorProblem(str(error), REINSTALL)])
     if loaded is None:
-        return Section(title, {"state": status}, [Problem(status, REINSTALL)])
+        return ReportSection(title, {"state": status}, [DoctorProblem(status, REINSTALL)])
     facts = {"state": status, "file": str(cpu.PATH), "threads": str(torch.get_num_threads())}
-    return Section(title, facts | instruction_set_facts(loaded.isa, loaded.missing))
+    return ReportSection(title, facts | instruction_set_facts(loaded.isa, loaded.missing))
 
 
 def instruction_set_facts(used: str, missing: Mapping[str, str | None]) -> dict[str, str]:
@@ -207,7 +207,7 @@ def instruction_set_facts(used: str, missing: Mapping[str, str | None]) -> dict[
     return reasons | {used: "used"}
 
 
-def kernels_section() -> Section:
+def kernels_section() -> ReportSection:
     """Return for each op the implementations tried in float32 on the CPU, in order."""
     title = "Kernels (float32 on the CPU)"
     try:
@@ -217,14 +217,14 @@ def kernels_section() -> Section:
 
         table = ops.describe("cpu", torch.float32)
     except (ImportError, OSError, ValueError, RuntimeError, StartupError) as error:
-        return Section(
-            title, {}, [Problem(f"the kernels cannot be selected: {error}", "see the sections above")]
+        return ReportSection(
+            title, {}, [DoctorProblem(f"the kernels cannot be selected: {error}", "see the sections above")]
         )
     facts = {row.op: f"{', then '.join(row.implementations)} ({row.reason})" for row in table}
-    return Section(title, facts)
+    return ReportSection(title, facts)
 
 
-def recorded_graphs_section() -> Section:
+def recorded_graphs_section() -> ReportSection:
     """Return the ops that prevent recording of decode steps. A model that needs other torch ops reports that at
     start.
     """
@@ -236,40 +236,40 @@ def recorded_graphs_section() -> Section:
 
         table = ops.describe("cpu", torch.float32)
     except (ImportError, OSError, ValueError, RuntimeError, StartupError):
-        return Section(title, {"state": "see the kernels above"})
+        return ReportSection(title, {"state": "see the kernels above"})
     without = [row.op for row in table if "cpu" not in row.implementations]
-    return Section(title, {"not recorded": f"steps of a model that needs one of {', '.join(without)}"})
+    return ReportSection(title, {"not recorded": f"steps of a model that needs one of {', '.join(without)}"})
 
 
-def openmp_section() -> Section:
+def openmp_section() -> ReportSection:
     """Return the loaded OpenMP runtimes, after torch and the kernels were loaded."""
     runtimes = openmp_runtimes()
     facts = {f"runtime {number}": path for number, path in enumerate(runtimes, start=1)}
     facts["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "not set")
-    return Section("OpenMP", facts, openmp_problems(runtimes))
+    return ReportSection("OpenMP", facts, openmp_problems(runtimes))
 
 
-def openmp_problems(runtimes: list[str]) -> list[Problem]:
+def openmp_problems(runtimes: list[str]) -> list[DoctorProblem]:
     """Return a problem if there is more than one runtime: each starts its own threads."""
     if len(runtimes) <= 1:
         return []
     what = f"{len(runtimes)} OpenMP runtimes are loaded: {' and '.join(runtimes)}"
-    return [Problem(what, "install quire again with this torch")]
+    return [DoctorProblem(what, "install quire again with this torch")]
 
 
-def demo_model_section() -> Section:
+def demo_model_section() -> ReportSection:
     """Return the state of the bundled demo model."""
     try:
         from quire.models.checkpoint import resolve_model_dir
 
         directory = resolve_model_dir(DEMO_MODEL, None, None)
     except StartupError as error:
-        problem = Problem(str(error), "install quire again, or name a model: quire serve MODEL")
-        return Section("Model in the box", {"directory": "missing"}, [problem])
-    return Section("Model in the box", {"directory": str(directory)})
+        problem = DoctorProblem(str(error), "install quire again, or name a model: quire serve MODEL")
+        return ReportSection("Model in the box", {"directory": "missing"}, [problem])
+    return ReportSection("Model in the box", {"directory": str(directory)})
 
 
-SECTIONS: tuple[Callable[[], Section], ...] = (
+SECTIONS: tuple[Callable[[], ReportSection], ...] = (
     machine_section,
     versions_section,
     native_library_section,
@@ -280,7 +280,7 @@ SECTIONS: tuple[Callable[[], Section], ...] = (
 )  # Sections in order; OpenMP comes after what loads it.
 
 
-def report(sections: list[Section]) -> list[str]:
+def report(sections: list[ReportSection]) -> list[str]:
     """Return all sections, then the problems, as lines of text."""
     problems = [problem for section in sections for problem in section.problems]
     lines = [line for section in sections for line in [*section.lines(), ""]]

@@ -15,7 +15,7 @@ import click
 from quire.errors import StartupError
 
 if TYPE_CHECKING:
-    from quire.kv_store.disk.maintenance import CheckResult, NamespaceState
+    from quire.kv_store.disk.maintenance import NamespaceCheck, NamespaceState
 
 DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 GB = 10**9
@@ -93,7 +93,7 @@ def _lines(state: NamespaceState) -> Iterator[str]:
     yield from (f"    {name}: {value}" for name, value in values.items())
 
 
-def _verdict(result: CheckResult) -> str:
+def _verdict(result: NamespaceCheck) -> str:
     if not result.num_damaged_rows and not result.damaged_files:
         return f"{result.digest}: {result.num_rows} rows, all whole"
     done = "removed" if result.is_repaired else "left for the engine that has them in use"

@@ -171,7 +171,7 @@ class HumanInt(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
-class JsonObject(click.ParamType[dict[str, Any]]):
+class JsonObjectType(click.ParamType[dict[str, Any]]):
     """A JSON object such as {"temperature": 0.5}."""
 
     name = "json"
@@ -188,7 +188,7 @@ class JsonObject(click.ParamType[dict[str, Any]]):
         return parsed
 
 
-class Names(click.Choice[str]):
+class NamesType(click.Choice[str]):
     """Choice of names of a config field, with advice for another."""
 
     def __init__(self, info: OptionInfo) -> None:
@@ -220,7 +220,7 @@ _CLICK_TYPES: dict[type, click.ParamType[Any]] = {
     float: click.FLOAT,
     str: click.STRING,
     tuple: click.STRING,
-    dict: JsonObject(),
+    dict: JsonObjectType(),
 }
 
 
@@ -314,7 +314,7 @@ def _with_source(error: click.BadParameter, ctx: click.Context) -> click.UsageEr
 
 def _own_flag(option: click.Option) -> OwnFlag:
     takes = Takes.NOTHING if option.is_flag else Takes.MANY if option.multiple else Takes.ONE
-    return OwnFlag(str(option.name), takes, is_json=isinstance(option.type, JsonObject))
+    return OwnFlag(str(option.name), takes, is_json=isinstance(option.type, JsonObjectType))
 
 
 def without_far_suggestions(
@@ -364,7 +364,7 @@ def default_note(field: dataclasses.Field[Any]) -> str:
 
 def _click_type(info: OptionInfo, kind: type) -> click.ParamType[Any] | None:
     if info.choices and not info.places:
-        return Names(info)
+        return NamesType(info)
     return HumanInt(words=info.words) if info.words else _CLICK_TYPES.get(kind)
 
 

@@ -77,11 +77,11 @@ def quantize(
 
     with openmp_spin_count():  # torch threads that spin between matmuls slow down the kernels' threads
         from quire.config import EngineConfig
-        from quire.quantize.grid import AUTO, Grid
+        from quire.quantize.grid import AUTO, IntegerGrid
         from quire.quantize.recipe import Recipe
         from quire.quantize.run import quantize_checkpoint
 
-    grid = Grid(int(bits), AUTO if group_size == "auto" else int(group_size), symmetric)
+    grid = IntegerGrid(int(bits), AUTO if group_size == "auto" else int(group_size), symmetric)
     recipe = Recipe(method, grid, calibration, num_sequences, sequence_length, act_order)
     where = {"revision": revision, "download_dir": download_dir}
     given = {name: value for name, value in where.items() if value is not None}

@@ -34,7 +34,7 @@ from quire.entrypoints.cli.options import (
     engine_config,
     structured_outputs,
 )
-from quire.entrypoints.cli.run_chat import AnswerPrinting, Asked, Chat, user_message
+from quire.entrypoints.cli.run_chat import AnswerPrinting, Asked, ChatSession, user_message
 from quire.errors import ConfigError, ValidationError
 from quire.torch_import import hastened_import
 
@@ -359,4 +359,4 @@ def _chat(
     with contextlib.suppress(ImportError):  # without it, lines have no history and no editing
         import readline  # noqa: F401
     click.echo("Type a message; /help lists the commands, Ctrl-D ends.", err=True)
-    Chat(printing, system_prompt, given, images).run()
+    ChatSession(printing, system_prompt, given, images).run()

@@ -16,7 +16,7 @@ import click
 
 from quire.batch.summary import Counts
 from quire.config import EngineConfig, ServerConfig
-from quire.entrypoints.cli.options import EngineCommand, HumanInt, JsonObject, engine_config
+from quire.entrypoints.cli.options import EngineCommand, HumanInt, JsonObjectType, engine_config
 from quire.errors import ConfigError, QuireError
 from quire.progress import Progress
 
@@ -47,7 +47,7 @@ ROW_OPTIONS = ("system", "raw", "max_tokens", "temperature", "body", "schema", "
 @click.option(
     "--temperature", type=click.FloatRange(0), help="Randomness of the answers to a table; 0: none."
 )
-@click.option("--body", type=JsonObject(), help='More fields of each row\'s request: {"top_p": 0.9}.')
+@click.option("--body", type=JsonObjectType(), help='More fields of each row\'s request: {"top_p": 0.9}.')
 @click.option(
     "--schema", type=click.Path(exists=True, dir_okay=False), help="JSON schema of the answers to a table."
 )
@@ -87,7 +87,7 @@ def _answer_lines(
     config: EngineConfig, input_file: str, output_file: str, overwrite: bool, retry_failed: bool
 ) -> Counts:
     from quire.batch.client import run_on_engine
-    from quire.batch.lines import LineReader, LineWriter, answer_line
+    from quire.batch.lines import AnswerLines, LineReader, answer_line
 
     counts = Counts()
     with (
@@ -101,7 +101,7 @@ def _answer_lines(
         )
         progress = Progress(_num_lines(lines), "Batch", "lines", skipped=sum(earlier.ids.values()))
         try:
-            writer = LineWriter(out, counts, progress)
+            writer = AnswerLines(out, counts, progress)
             run_on_engine(config, reader.read(lines), answer_line, writer.write)
         finally:
             progress.close()
@@ -155,13 +155,13 @@ def _answer_rows(
 
 def _row_job(prompt: str, config: EngineConfig, params: dict[str, Any]) -> RowJob:
     from quire.batch.rows import RowJob
-    from quire.batch.template import Template
+    from quire.batch.template import PromptTemplate
 
     fields = {name: params[name] for name in ("max_tokens", "temperature") if params[name] is not None}
     system = params["system"]
     return RowJob(
-        Template(prompt, "--prompt"),
-        None if system is None else Template(system, "--system"),
+        PromptTemplate(prompt, "--prompt"),
+        None if system is None else PromptTemplate(system, "--system"),
         raw=bool(params["raw"]),
         fields={**fields, **(params["body"] or {})},
         schema=_schema(params["schema"]),

@@ -165,7 +165,7 @@ SETTABLE: Mapping[str, Callable[[str], Any]] = {
 """Names of `/set`, with the reader of their values."""
 
 
-class Chat:
+class ChatSession:
     """Conversation with a model in this process, and its commands.
 
     Args:

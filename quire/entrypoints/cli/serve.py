@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import click
@@ -65,12 +64,9 @@ def _check_adapters(engine: EngineConfig, server: ServerConfig) -> None:
     """
     if not server.lora_modules:
         return
-    from quire.lora.server.changes import named_adapters
+    from quire.entrypoints.openai.adapter_serving import adapter_serving
 
-    for name, adapter in named_adapters(server.lora_modules, engine, ()).items():
-        path = Path(adapter.lora_path) / "adapter_config.json"
-        if not path.is_file():
-            raise ConfigError(f"--lora-modules: adapter {name!r}: there is no file {path}")
+    adapter_serving().check_options(engine, server)
 
 
 def _run_headless(config: EngineConfig) -> int:

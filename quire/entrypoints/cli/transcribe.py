@@ -26,6 +26,7 @@ from quire.torch_import import hastened_import
 @click.option("--hotwords", default="", help="Words that are likely in the sound.")
 @click.option("--vad-filter", is_flag=True, help="Skip what has no voice; needs the package silero-vad.")
 @click.option("--temperature", type=click.FLOAT, help="The only one tried.  [default: 0, 0.2 ... 1.0]")
+@click.option("--beam-size", type=click.IntRange(1, 64), default=1, help="Beams of a search.  [default: 1]")
 @click.option(
     "--output-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -41,6 +42,7 @@ def transcribe(
     hotwords: str,
     vad_filter: bool,
     temperature: float | None,
+    beam_size: int,
     output_dir: Path | None,
     **params: Any,
 ) -> None:
@@ -59,7 +61,12 @@ def transcribe(
         from quire.speech.offline import EngineSpeech, options_of
 
         task = "translate" if translate else "transcribe"
-        wants = {"timestamps": form != "text", "words": words, "vad_filter": vad_filter}
+        wants = {
+            "timestamps": form != "text",
+            "words": words,
+            "vad_filter": vad_filter,
+            "beam_size": beam_size,
+        }
         options = options_of(language, task, prompt, temperature, hotwords=hotwords, **wants)
         engine = LLMEngine(config)
     try:

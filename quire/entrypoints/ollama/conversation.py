@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.entrypoints.ollama import options
 from quire.entrypoints.ollama.protocol import ChatRequest, GenerateRequest, TurnRequest
-from quire.entrypoints.openai.chat_prompt import TextPrompt
+from quire.entrypoints.openai.chat_prompt import RawTextPrompt
 from quire.errors import ValidationError
 
 CHAT_NAMES = {
@@ -57,7 +57,7 @@ def generate_turn(request: GenerateRequest) -> Fields:
     return {"messages": messages, **_shared(request)}
 
 
-def text_of(request: GenerateRequest, *, has_chat: bool) -> TextPrompt | None:
+def text_of(request: GenerateRequest, *, has_chat: bool) -> RawTextPrompt | None:
     """Return raw text to continue: if requested, or if the model has no chat template."""
     if not (request.raw or request.suffix or not has_chat):
         return None
@@ -67,7 +67,7 @@ def text_of(request: GenerateRequest, *, has_chat: bool) -> TextPrompt | None:
             param="images",
         )
     before = request.system if request.system and not request.raw else ""
-    return TextPrompt(f"{before}\n\n{request.prompt}" if before else request.prompt, request.suffix or "")
+    return RawTextPrompt(f"{before}\n\n{request.prompt}" if before else request.prompt, request.suffix or "")
 
 
 def unloads(request: TurnRequest) -> bool:

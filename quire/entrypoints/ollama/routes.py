@@ -12,12 +12,12 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.entrypoints.ollama import models
+from quire.entrypoints.ollama import models, pull
 from quire.entrypoints.ollama.conversation import chat_names, chat_turn, generate_turn, text_of, unloads
 from quire.entrypoints.ollama.options import ignored_options
 from quire.entrypoints.ollama.protocol import WITHOUT_EFFECT, ChatRequest, GenerateRequest, Line, TurnRequest
 from quire.entrypoints.ollama.writer import LineWriter
-from quire.entrypoints.openai.chat_prompt import TextPrompt
+from quire.entrypoints.openai.chat_prompt import RawTextPrompt
 from quire.entrypoints.openai.errors import json_response, own_id_of
 from quire.entrypoints.openai.families import EndpointFamily, ServerFeature, by_embedding, by_generation
 from quire.entrypoints.openai.openapi.operation import Operation, describe, json_lines
@@ -75,7 +75,7 @@ async def _respond(
     fields: dict[str, object],
     *,
     is_chat: bool,
-    text: TextPrompt | None = None,
+    text: RawTextPrompt | None = None,
 ) -> Response:
     fields["model"] = models.served_name(server_of(request), body.model)
     names = chat_names(body)
@@ -95,5 +95,7 @@ FEATURE = ServerFeature(
         EndpointFamily(models.embed_router, by_embedding),
         EndpointFamily(router, by_generation),
         EndpointFamily(models.router),
-    )
+        EndpointFamily(pull.router),
+    ),
+    install=pull.install,
 )

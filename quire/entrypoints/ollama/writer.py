@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 import msgspec
 from msgspec import UNSET
 
-from quire.entrypoints.ollama.protocol import Call, CalledFunction, Line, TurnMessage
+from quire.entrypoints.ollama.protocol import CalledFunction, Line, OllamaCall, TurnMessage
 from quire.entrypoints.openai.errors import body_of, ollama_body, status_of
 from quire.entrypoints.openai.protocol.responses import ChatChunk, TokenLogprob, ToolCallMessage, Usage
 from quire.entrypoints.openai.streaming import StreamFormat
@@ -43,7 +43,7 @@ class LineWriter:
         self._with_logprobs = with_logprobs
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self._calls: list[Call] = []
+        self._calls: list[OllamaCall] = []
         self._logprobs: list[TokenLogprob] = []
         self._done_reason = "stop"
         self._last: Line | None = None
@@ -95,7 +95,9 @@ class LineWriter:
         line.done, line.done_reason = True, reason
         return line
 
-    def _line(self, text: str, calls: list[Call], logprobs: list[TokenLogprob], thought: str = "") -> Line:
+    def _line(
+        self, text: str, calls: list[OllamaCall], logprobs: list[TokenLogprob], thought: str = ""
+    ) -> Line:
         thinking = thought or UNSET
         return Line(
             model=self._model,
@@ -107,9 +109,9 @@ class LineWriter:
         )
 
 
-def _call(call: ToolCallMessage) -> Call:
+def _call(call: ToolCallMessage) -> OllamaCall:
     """Convert a call, which chat sends as a whole."""
-    return Call(call.id, CalledFunction(call.function.name, as_object(call.function.arguments)))
+    return OllamaCall(call.id, CalledFunction(call.function.name, as_object(call.function.arguments)))
 
 
 def _ns(start: float, end: float) -> int:

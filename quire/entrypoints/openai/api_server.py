@@ -88,8 +88,8 @@ async def _serve(
     service_manager: ServiceManager,
 ) -> int:
     from quire.engine.async_llm import AsyncLLM
+    from quire.entrypoints.openai.adapter_serving import adapter_serving
     from quire.entrypoints.openai.keys import make_keyring, with_keys_of_environment
-    from quire.lora.server.changes import with_absolute_paths
 
     server_config = with_keys_of_environment(server_config)  # before other processes are started
     if server_config.api_server_count > 1 and engine_config.parallel.remote_replicas:
@@ -104,7 +104,8 @@ async def _serve(
         if server_config.api_server_count > 1:
             from quire.entrypoints.openai.processes.supervisor import serve_supervisor
 
-            server_config = with_template(with_absolute_paths(server_config), engine.tokenizer)
+            server_config = adapter_serving().with_absolute_paths(server_config)
+            server_config = with_template(server_config, engine.tokenizer)
             signals.check()
             return await serve_supervisor(engine, server_config, listener, service_manager)
 

@@ -15,6 +15,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.config import EngineConfig, ServerConfig
+from quire.engine.shared_counters import CounterSlot
 from quire.entrypoints.openai import (
     chat_completions,
     completions,
@@ -59,7 +60,7 @@ from quire.entrypoints.openai.middleware.body_limit import (
 from quire.entrypoints.openai.middleware.quota import RATE_LIMIT_HEADERS, Meters, Quota
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.openapi import pages
-from quire.entrypoints.openai.openapi.document import Access, Document
+from quire.entrypoints.openai.openapi.document import AccessRules, Document
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.state import QueryHandler, ServerState
 from quire.errors import QuireError
@@ -68,7 +69,6 @@ from quire.metrics.catalog import make_family
 from quire.metrics.logging import LostLinesCollector
 from quire.metrics.prometheus import PrometheusStatLogger
 from quire.plugins import import_place
-from quire.routing.counters import CounterSlot
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
@@ -187,9 +187,9 @@ def open_paths(config: ServerConfig) -> frozenset[str]:
     return OPEN_PATHS | ({"/metrics"} if config.allow_unauthenticated_metrics else frozenset())
 
 
-def _access(state: ServerState) -> Access:
+def _access(state: ServerState) -> AccessRules:
     has_limits = any(tenant.has_limits for tenant in state.keys.tenants.values())
-    return Access(bool(state.keys), has_limits, open_paths(state.config))
+    return AccessRules(bool(state.keys), has_limits, open_paths(state.config))
 
 
 def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:

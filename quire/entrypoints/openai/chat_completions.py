@@ -18,7 +18,6 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.beam_search.routes import beam_search_params
 from quire.engine.queue_limits import QueueReservation
 from quire.entrypoints.chat.call_arguments import custom_input, new_call_id
 from quire.entrypoints.chat.formats.answer import AnswerReader
@@ -27,7 +26,7 @@ from quire.entrypoints.chat.formats.reasoning import ReasoningCounter
 from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall, Tools
 from quire.entrypoints.chat.media import EncodedChat
 from quire.entrypoints.openai.chat_prompt import (
-    TextPrompt,
+    RawTextPrompt,
     chat_prompt,
     function_call,
     old_names,
@@ -61,7 +60,7 @@ from quire.entrypoints.openai.protocol.responses import (
     FunctionCall,
     ToolCallMessage,
 )
-from quire.entrypoints.openai.sampling import chat_params, note_max_tokens
+from quire.entrypoints.openai.sampling import chat_params, note_max_tokens, search_params
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.streaming import TextFrame, frame, respond
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
@@ -188,7 +187,7 @@ class ChatChoiceBuilder:
         self._call_ids.add(call_id)
 
 
-class Chunks(Protocol):
+class ChunkSource(Protocol):
     """Source of an answer's chunks."""
 
     def chunks_of(self, output: RequestOutput, usage: StreamUsage) -> Iterator[ChatChunk]: ...
@@ -209,7 +208,7 @@ class ChatFrames:
     are encoded once, with a placeholder, unless `shows_tokens` adds per-token fields.
     """
 
-    def __init__(self, answer: Chunks, usage: StreamUsage, *, shows_tokens: bool) -> None:
+    def __init__(self, answer: ChunkSource, usage: StreamUsage, *, shows_tokens: bool) -> None:
         self._answer = answer
         self._usage = usage
         self._has_uniform_chunks = usage.has_uniform_chunks and not shows_tokens
@@ -266,11 +265,11 @@ async def create_chat_completion(request: Request) -> Response:
     answer_id = f"chatcmpl-{own_id_of(request.scope)}"
     translate(body)
     with old_names(body):
-        answer = ChatAnswer(server_of(request), body, answer_id, tenant_of(request, body))
+        answer = ChatAnswerWriter(server_of(request), body, answer_id, tenant_of(request, body))
         return await respond(request, body, answer)
 
 
-class ChatAnswer:
+class ChatAnswerWriter:
     """Response writer of one chat request, whole or streamed.
 
     Args:
@@ -283,7 +282,7 @@ class ChatAnswer:
         request: ChatCompletionRequest,
         answer_id: str,
         tenant: str,
-        text: TextPrompt | None = None,
+        text: RawTextPrompt | None = None,
     ) -> None:
         self._server = server
         self._request = request
@@ -311,7 +310,7 @@ class ChatAnswer:
             request.stop_token_ids = [*(request.stop_token_ids or ()), *ends]
         self._tools = tools_in_use(self._server, self._form, request)
         room, answers = engine.config.model.max_model_len, self._form.answer_format
-        params = beam_search_params(request, room, answers.shown_ids) or chat_params(
+        params = search_params(request, room, answers.shown_ids) or chat_params(
             request, engine.input_processor.default_sampling_params
         )
         if self._text is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from quire.routing.counters import CounterField, CounterSlot
+from quire.engine.shared_counters import CounterField, CounterSlot
 
 
 class ConnectionCount:

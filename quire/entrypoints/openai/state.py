@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
+from quire.adapters import AdapterRequest
 from quire.config import ServerConfig
 from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.media import MediaGate
 from quire.entrypoints.chat.messages import MediaTexts
+from quire.entrypoints.openai.adapter_serving import AdapterServing, adapter_serving
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import ClientIds, Keyring
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import ConfigError, NotFoundError, ValidationError
 from quire.io_processors import IOProcessor, make_io_processor
-from quire.lora.server.changes import AdapterChanges, make_resolvers, may_be_name, named_adapters
-from quire.lora_request import LoRARequest
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
@@ -177,7 +177,7 @@ class ApiProcesses(Protocol):
     async def run_command(self, command: str, *args: Any) -> Any:
         """Let the supervisor process execute this command; returns its result."""
 
-    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+    async def share_adapters(self, adapters: Mapping[str, AdapterRequest]) -> None:
         """Send the served adapters to the other processes; called in the supervisor process only."""
 
 
@@ -199,8 +199,8 @@ class ServerState:
     siblings: ApiProcesses | None = None
     renders: BoundedThreads = field(init=False)  # Runs the chat templates of requests.
     media: MediaGate = field(init=False)
-    adapters: Mapping[str, LoRARequest] = field(init=False)  # By served name.
-    adapter_changes: AdapterChanges = field(init=False)  # Used by the process that decides for all.
+    adapters: Mapping[str, AdapterRequest] = field(init=False)  # By served name.
+    adapter_changes: AdapterServing = field(init=False)  # Used by the process that decides for all.
     # Compiles new chat templates, with a longer limit, since the machine may be busy.
     preparation: BoundedThreads = field(default_factory=BoundedThreads)
     client_ids: ClientIds = field(default_factory=ClientIds)
@@ -217,13 +217,13 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.io_processor = make_io_processor(self.engine.config)
-        self.media = MediaGate(self.engine.config)
+        self.media = MediaGate(self.engine.config, max_sound_bytes=self.config.max_audio_bytes)
         options = _form_options(self.config, self.media.texts)
         self._forms = TextForms(self.engine.input_processor.tokenizers.model, options)
         self.renders = BoundedThreads(self.config.chat_template_timeout)
-        self.adapters = named_adapters(self.config.lora_modules, self.engine.config, self.model_names)
-        resolvers = make_resolvers(self.engine.config, self.config)
-        self.adapter_changes = AdapterChanges(self.engine, self, resolvers)
+        serving = adapter_serving()
+        self.adapters = serving.named(self.engine.config, self.config, self.model_names)
+        self.adapter_changes = serving(self.engine, self, self.config)
 
     @property
     def unavailable(self) -> str | None:
@@ -261,7 +261,7 @@ class ServerState:
         """Text form of the base model."""
         return self._forms.model
 
-    async def form_of(self, adapter: LoRARequest | None) -> TextForm:
+    async def form_of(self, adapter: AdapterRequest | None) -> TextForm:
         """Return the text form of an adapter's requests, or the base model's.
 
         Raises:
@@ -347,7 +347,7 @@ class ServerState:
         elif defaults:
             raise ConfigError("--default-chat-template-kwargs needs a model with a chat template")
 
-    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+    async def share_adapters(self, adapters: Mapping[str, AdapterRequest]) -> None:
         """Serve these adapters in all processes; called in the supervisor process only."""
         self.adapters = adapters
         if self.siblings is not None:
@@ -359,7 +359,7 @@ class ServerState:
         Raises:
             ValidationError: it is unusable.
         """
-        if name and self.adapter_changes.resolves and name not in self.served_names and may_be_name(name):
+        if name and name not in self.served_names and self.adapter_changes.may_resolve(name):
             await self.run_command("resolve_adapter", name)
 
     def check_model(self, name: str | None) -> str:

@@ -21,8 +21,8 @@ from starlette.responses import Response
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.queue_limits import QueueReservation
 from quire.entrypoints.chat.formats.model import PromptEnd
-from quire.entrypoints.openai.chat_completions import ChatAnswer
-from quire.entrypoints.openai.chat_prompt import TextPrompt, text_prompt
+from quire.entrypoints.openai.chat_completions import ChatAnswerWriter
+from quire.entrypoints.openai.chat_prompt import RawTextPrompt, text_prompt
 from quire.entrypoints.openai.generation import Outputs, StreamUsage
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.parsing import checked
@@ -90,7 +90,7 @@ class Writer(Protocol):
 class TranslatedAnswer:
     """`Answer` that passes chat's chunks to a writer."""
 
-    def __init__(self, chat: ChatAnswer, writer: Writer) -> None:
+    def __init__(self, chat: ChatAnswerWriter, writer: Writer) -> None:
         self._chat = chat
         self._writer = writer
 
@@ -115,7 +115,7 @@ class TranslatedAnswer:
 class TranslatedFrames:
     """Encoder of one streamed answer."""
 
-    def __init__(self, chat: ChatAnswer, usage: StreamUsage, writer: Writer) -> None:
+    def __init__(self, chat: ChatAnswerWriter, usage: StreamUsage, writer: Writer) -> None:
         self._chat = chat
         self._usage = usage
         self._writer = writer
@@ -133,7 +133,7 @@ class TranslatedFrames:
 
 
 def _events(
-    chat: ChatAnswer, writer: Writer, chunk: ChatChunk, stats: RequestStateStats
+    chat: ChatAnswerWriter, writer: Writer, chunk: ChatChunk, stats: RequestStateStats
 ) -> Iterable[msgspec.Struct]:
     """Return the events of one chat chunk: the first has the role, the last has no choices."""
     assert isinstance(chunk.usage, Usage)
@@ -152,7 +152,7 @@ async def respond_translated(
     writer: Writer,
     answer_id: str,
     names: Mapping[str, str],
-    text: TextPrompt | None = None,
+    text: RawTextPrompt | None = None,
 ) -> Response:
     """Answer the chat request with these fields, in the writer's form.
 
@@ -166,12 +166,12 @@ async def respond_translated(
     """
     with renamed(names):
         chat = await as_chat(request, fields, names)
-        answer = ChatAnswer(server_of(request), chat, answer_id, tenant_of(request, chat), text)
+        answer = ChatAnswerWriter(server_of(request), chat, answer_id, tenant_of(request, chat), text)
         return await respond(request, chat, TranslatedAnswer(answer, writer), writer.stream_format)
 
 
 async def check_translated(
-    request: Request, fields: dict[str, Any], names: Mapping[str, str], text: TextPrompt | None = None
+    request: Request, fields: dict[str, Any], names: Mapping[str, str], text: RawTextPrompt | None = None
 ) -> None:
     """Check a request that needs no answer like `respond_translated`.
 

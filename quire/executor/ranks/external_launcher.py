@@ -17,6 +17,7 @@ from functools import partial
 import msgspec
 import torch
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.distributed.agreement import different_ranks
 from quire.distributed.gloo import Gloo, Heartbeats, local_address_towards, tcp_store
@@ -28,10 +29,9 @@ from quire.executor.ranks.places import JOIN_S, with_fast_transport
 from quire.executor.uniproc import UniprocExecutor, select_own_device
 from quire.kv_cache.spec import KVMemory, SwapCosts
 from quire.layers.shard import Shard
-from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_outputs_params import StructuredOutputsParams
 
 STEP_TIMEOUT_S = 600.0  # A rank's program may do something else between two steps.
 
@@ -109,7 +109,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
         wait([done])
         return done
 
-    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+    def prepare_adapter(self, request: AdapterRequest) -> Future[None]:
         """Load synchronously; an adapter that fails on one rank fails on all, so that plans are equal."""
         done = super().prepare_adapter(request)
         wait([done])

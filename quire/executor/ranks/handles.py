@@ -31,7 +31,7 @@ class Step(msgspec.Struct, tag=True, array_like=True, frozen=True):
     plan: SchedulerOutput
 
 
-class Call(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class RankCall(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Request to call one of `quire.executor.ranks.rank_process.CALLS` with plain data."""
 
     number: int
@@ -45,14 +45,14 @@ class StepResult(msgspec.Struct, tag=True, array_like=True, frozen=True):
     output: ModelRunnerOutput
 
 
-class Returned(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class CallReturned(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Result of a call, as plain data."""
 
     number: int
     result: Any
 
 
-class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class CallFailed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Error of a call, or, with the number None, of a step, after which this rank executes none."""
 
     number: int | None
@@ -60,8 +60,8 @@ class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     message: str
 
     @staticmethod
-    def from_error(error: BaseException, number: int | None = None) -> Failed:
-        return Failed(number, type(error).__name__, str(error))
+    def from_error(error: BaseException, number: int | None = None) -> CallFailed:
+        return CallFailed(number, type(error).__name__, str(error))
 
     def error(self, rank: int) -> QuireError:
         """Return the error: startup and client errors as they are, others with the rank's number."""
@@ -71,8 +71,8 @@ class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
         return EngineError(f"rank {rank} failed: {self.kind}: {self.message}")
 
 
-ToRank = Step | Call
-FromRank = StepResult | Returned | Failed
+ToRank = Step | RankCall
+FromRank = StepResult | CallReturned | CallFailed
 
 
 WAIT_MS = 500
@@ -112,7 +112,7 @@ class Ranks:
         self._wires: list[Wire] = []
         self._by_fd: dict[int, int] = {}
         self._outputs: deque[ModelRunnerOutput] = deque()
-        self._calls: dict[int, tuple[CallFuture, dict[int, Returned | Failed]]] = {}
+        self._calls: dict[int, tuple[CallFuture, dict[int, CallReturned | CallFailed]]] = {}
         self._num_calls = 0
         self._lost: Exception | None = None
         self._spins = False
@@ -134,7 +134,7 @@ class Ranks:
         with self._lock:
             number, self._num_calls = self._num_calls, self._num_calls + 1
             self._calls[number] = answers, {}
-            self._broadcast(Call(number, method, list(args)))
+            self._broadcast(RankCall(number, method, list(args)))
         return answers
 
     def step(self, plan: SchedulerOutput) -> None:
@@ -170,7 +170,7 @@ class Ranks:
         self._wires = []
         self._starter.close()
 
-    def _broadcast(self, message: Step | Call) -> None:
+    def _broadcast(self, message: Step | RankCall) -> None:
         frame = self._encoder.encode(message)
         for wire in self._wires:
             with contextlib.suppress(OSError):  # the receiving thread reports it
@@ -209,7 +209,7 @@ class Ranks:
             if self._stopped[rank] >= STOPPED_POLLS:
                 self._fail(RankLostError([rank], said))
 
-    def _record_answer(self, rank: int, answer: Returned | Failed) -> None:
+    def _record_answer(self, rank: int, answer: CallReturned | CallFailed) -> None:
         assert answer.number is not None
         answers, given = self._calls[answer.number]
         given[rank] = answer
@@ -221,7 +221,7 @@ class Ranks:
         self._lost = error
         raise error
 
-    def _cause(self, failure: Failed, rank: int) -> Exception:
+    def _cause(self, failure: CallFailed, rank: int) -> Exception:
         """Return the root cause: a rank that lost another may report before that one fails or ends."""
         until = time.monotonic() + DEATH_S
         said, who = failure, rank
@@ -237,22 +237,22 @@ class Ranks:
                 return self._death(who)
         return said.error(who)
 
-    def _step_failure(self, rank: int) -> Failed:
+    def _step_failure(self, rank: int) -> CallFailed:
         """Return a rank's step failure; raises EOFError if it ends without one."""
         while True:
             message = self._decoder.decode(self._wires[rank].recv())
-            if isinstance(message, Failed) and message.number is None:
+            if isinstance(message, CallFailed) and message.number is None:
                 return message
 
     def _death(self, rank: int) -> RankLostError:
         return RankLostError([rank], self._starter.why_gone(rank))
 
 
-def resolve_call(answers: CallFuture, given: Sequence[Returned | Failed]) -> None:
+def resolve_call(answers: CallFuture, given: Sequence[CallReturned | CallFailed]) -> None:
     """Resolve a call with its results, or the first error."""
-    failures = [(rank, answer) for rank, answer in enumerate(given) if isinstance(answer, Failed)]
+    failures = [(rank, answer) for rank, answer in enumerate(given) if isinstance(answer, CallFailed)]
     if failures:
         rank, failure = failures[0]
         answers.set_exception(failure.error(rank))
     else:
-        answers.set_result([answer.result for answer in given if isinstance(answer, Returned)])
+        answers.set_result([answer.result for answer in given if isinstance(answer, CallReturned)])

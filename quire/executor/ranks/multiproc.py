@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.errors import EngineError, StartupError, ValidationError
 from quire.executor.base import Executor
@@ -26,12 +27,11 @@ from quire.executor.ranks.handles import CallFuture, Ranks
 from quire.executor.ranks.rank_processes import HostStarter, RankProcesses, RankStarter
 from quire.kv_cache.rows import STORE, RowAction, RowResult, RowStoreInfo, all_done
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, decode_specs, encode_kv_config
-from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem, all_encoded
 from quire.processes import exit_reason
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class MultiprocExecutor(Executor):
         self._background.submit(self._prepare_grammar, params, prepared)
         return prepared
 
-    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+    def prepare_adapter(self, request: AdapterRequest) -> Future[None]:
         return self._ranks.call("prepare_adapter", msgspec.to_builtins(request))
 
     def drop_adapter(self, key: str) -> None:

@@ -24,9 +24,18 @@ from typing import Any
 import msgspec
 
 from quire import private_directories
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.executor.ranks.agreement import check_ranks_agree
-from quire.executor.ranks.handles import Call, Failed, FromRank, Returned, Step, StepResult, ToRank
+from quire.executor.ranks.handles import (
+    CallFailed,
+    CallReturned,
+    FromRank,
+    RankCall,
+    Step,
+    StepResult,
+    ToRank,
+)
 from quire.executor.ranks.places import JOIN_S, RankGroups, meet, with_replicas
 from quire.executor.ranks.rank_processes import CONFIG
 from quire.executor.ranks.ray_ranks import watch_actor
@@ -34,12 +43,11 @@ from quire.executor.ranks.wire import SPIN_S, Wire
 from quire.executor.uniproc import select_own_device
 from quire.kv_cache.spec import decode_kv_config, encode_specs
 from quire.logging_setup import configure_logging
-from quire.lora_request import LoRARequest
 from quire.media import MediaItem
 from quire.plugins import load_general_plugins
 from quire.processes import GROUP_SIGNALS, freeze_garbage
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsParams
+from quire.vocabulary import Vocabulary
 from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 
@@ -122,9 +130,9 @@ class RankProcess:
         check_ranks_agree(found.world, self._config)
         return found
 
-    def _execute(self, message: Step | Call) -> bool:
+    def _execute(self, message: Step | RankCall) -> bool:
         """Execute a message; False after a failed step."""
-        if isinstance(message, Call):
+        if isinstance(message, RankCall):
             self._answer(message)
             return True
         try:
@@ -132,13 +140,13 @@ class RankProcess:
             output = result() if self._groups.stage.is_last else None
         except Exception as error:  # last boundary of the process: log, report, end
             logger.exception("rank %d: step %d failed", self._rank, message.plan.step_id)
-            self._send(Failed.from_error(error))
+            self._send(CallFailed.from_error(error))
             return False
         if output is not None and self._groups.has_results:
             self._send(StepResult(output))
         return True
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: RankCall) -> None:
         try:
             result = CALLS[call.method](self, *call.args)
         except Exception as error:  # reported to the caller
@@ -147,18 +155,18 @@ class RankProcess:
         if isinstance(result, Future):
             result.add_done_callback(lambda done: self._answer_late(call, done))
         else:
-            self._send(Returned(call.number, result))
+            self._send(CallReturned(call.number, result))
 
-    def _answer_late(self, call: Call, done: Future[Any]) -> None:
+    def _answer_late(self, call: RankCall, done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
-            self._send(Returned(call.number, msgspec.to_builtins(done.result())))
+            self._send(CallReturned(call.number, msgspec.to_builtins(done.result())))
         else:
             self._fail(call, error)
 
-    def _fail(self, call: Call, error: BaseException) -> None:
+    def _fail(self, call: RankCall, error: BaseException) -> None:
         logger.info("rank %d: %s failed", self._rank, call.method, exc_info=error)
-        self._send(Failed.from_error(error, call.number))
+        self._send(CallFailed.from_error(error, call.number))
 
     def _send(self, message: FromRank) -> None:
         try:
@@ -192,11 +200,13 @@ CALLS: dict[str, Callable[..., Any]] = {
     "drop_weights": lambda rank: rank.worker.drop_weights(),
     "call_worker": lambda rank, name, args: rank.worker.call(name, args),
     "use_vocabulary": lambda rank, plain: _use_vocabulary(rank.worker, plain),
-    "prepare_grammar": lambda rank, plain: rank.worker.grammars.prepare(
+    "prepare_grammar": lambda rank, plain: rank.worker.calls["prepare_grammar"](
         msgspec.convert(plain, StructuredOutputsParams)
     ),
-    "prepare_adapter": lambda rank, plain: rank.worker.adapters.prepare(msgspec.convert(plain, LoRARequest)),
-    "drop_adapter": lambda rank, key: rank.worker.adapters.drop(key),
+    "prepare_adapter": lambda rank, plain: rank.worker.calls["prepare_adapter"](
+        msgspec.convert(plain, AdapterRequest)
+    ),
+    "drop_adapter": lambda rank, key: rank.worker.calls["drop_adapter"](key),
     "encode_media": lambda rank, plain, budget_s: msgspec.to_builtins(
         rank.worker.encode_media(msgspec.convert(plain, list[MediaItem]), budget_s)
     ),
@@ -213,7 +223,7 @@ def _initialize_kv_cache(worker: Worker, plain: dict[str, Any]) -> None:
 
 def _use_vocabulary(worker: Worker, plain: dict[str, Any]) -> None:
     vocabulary = msgspec.convert(plain, Vocabulary)
-    worker.grammars.use_vocabulary(lambda: vocabulary)
+    worker.calls["use_vocabulary"](lambda: vocabulary)
 
 
 def main() -> int:

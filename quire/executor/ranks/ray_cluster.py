@@ -30,7 +30,7 @@ import msgspec
 from quire import private_directories
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError, StartupError
-from quire.executor.ranks.handles import Failed
+from quire.executor.ranks.handles import CallFailed
 from quire.executor.ranks.rank_processes import LOOPBACK
 from quire.executor.ranks.wire import Wire
 from quire.logging_setup import configure_logging
@@ -76,7 +76,7 @@ class Lost(msgspec.Struct, tag=True, array_like=True, frozen=True):
     said: str
 
 
-FromRay = Placed | Lost | Failed
+FromRay = Placed | Lost | CallFailed
 
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable for the cluster to join.
@@ -171,7 +171,7 @@ class RayProcess:
 
     def _decode(self, frame: bytes) -> FromRay:
         message: FromRay = self._decoder.decode(frame)
-        if isinstance(message, Failed):
+        if isinstance(message, CallFailed):
             raise message.error(0)
         return message
 
@@ -200,7 +200,7 @@ def run(serve: Callable[[PlacementRequest, Wire], None]) -> int:
     except EOFError:
         return 0
     except QuireError as error:
-        send_message(wire, Failed.from_error(error))
+        send_message(wire, CallFailed.from_error(error))
         return 1
     return 0
 

@@ -121,7 +121,7 @@ class Kernel(NamedTuple):
     address: int
 
 
-class Call(ctypes.Structure):
+class NativeCall(ctypes.Structure):
     """Recorded call, as `QuireCpuCall` in csrc/cpu/quire_cpu.h."""
 
     _fields_ = (("function", c_void_p), ("arguments", c_char_p))
@@ -144,9 +144,9 @@ class CpuLibrary:
     """Sets the number of threads of this process's kernels, and returns the actual number."""
     pin_threads: Callable[[ctypes.Array[c_int64], int], int]
     """Pins thread i of the team to processor i of an array, except thread 0; returns the number of failures."""
-    play: Callable[[ctypes.Array[Call], int], int]
+    play: Callable[[ctypes.Array[NativeCall], int], int]
     """Replays recorded calls in order and returns the number of those before the first refused one."""
-    play_timed: Callable[[ctypes.Array[Call], int, ctypes.Array[c_int64]], int]
+    play_timed: Callable[[ctypes.Array[NativeCall], int, ctypes.Array[c_int64]], int]
     """Does the same as `play`, and writes the nanoseconds of each call."""
     take_float_mode: Callable[[], int]
     """Sets this thread's float mode to the kernels'; returns the previous mode."""
@@ -210,8 +210,8 @@ def open_library(path: Path, requested_isa: str) -> CpuLibrary:
 _FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
     "set_threads": (c_int64, c_int64),
     "pin_threads": (c_int64, ctypes.POINTER(c_int64), c_int64),
-    "play": (c_int64, ctypes.POINTER(Call), c_int64),
-    "play_timed": (c_int64, ctypes.POINTER(Call), c_int64, ctypes.POINTER(c_int64)),
+    "play": (c_int64, ctypes.POINTER(NativeCall), c_int64),
+    "play_timed": (c_int64, ctypes.POINTER(NativeCall), c_int64, ctypes.POINTER(c_int64)),
     "take_float_mode": (c_int64,),
     "set_float_mode": (None, c_int64),
     "share": (None, c_int64, c_int64, SHARED_BODY, c_void_p),

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from quire.kernels.cpu import library, traffic
 from quire.kernels.cpu.arena import Arena
 from quire.kernels.cpu.calls import RecordedCall, recording
-from quire.kernels.cpu.library import Call
+from quire.kernels.cpu.library import NativeCall
 from quire.kernels.dispatch_mode import DispatchMode
 
 
@@ -93,7 +93,7 @@ class Run:
         sizes = [len(packed) for _, packed in calls]
         starts = [self.numbers.ctypes.data + place for place in accumulate(sizes, initial=0)]
         self._functions, self._sizes = [address for address, _ in calls], sizes
-        self._calls = (Call * len(calls))(*map(Call, self._functions, starts))
+        self._calls = (NativeCall * len(calls))(*map(NativeCall, self._functions, starts))
         loaded = library.loaded()
         assert loaded is not None, "calls were recorded with the library loaded"
         self._library = loaded
@@ -116,7 +116,7 @@ class Run:
         self, first: int, end: int, names: Sequence[str], listener: Callable[[TimedCall], None]
     ) -> bool:
         took = (ctypes.c_int64 * (end - first))()
-        calls = (Call * (end - first)).from_buffer(self._calls, first * ctypes.sizeof(Call))
+        calls = (NativeCall * (end - first)).from_buffer(self._calls, first * ctypes.sizeof(NativeCall))
         played = self._library.play_timed(calls, len(calls), took)
         packed, start = self.numbers.view(np.uint8).data, sum(self._sizes[:first])
         for name, size, nanoseconds in zip(

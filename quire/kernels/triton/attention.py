@@ -184,7 +184,7 @@ def attend(
     if out.numel() == 0 or num_requests == 0:
         return out
     window = attention_chunk or sliding_window or 0
-    call = _Call(
+    call = _AttentionCall(
         q,
         k_cache,
         v_cache,
@@ -205,7 +205,7 @@ def attend(
     return out
 
 
-class _Call(NamedTuple):
+class _AttentionCall(NamedTuple):
     """Arguments of a batch."""
 
     q: Tensor
@@ -221,7 +221,7 @@ class _Call(NamedTuple):
     relative_bias: Tensor | None
 
 
-def _launch(call: _Call, out: Tensor, shape: Shape, fewest_queries: int) -> None:
+def _launch(call: _AttentionCall, out: Tensor, shape: Shape, fewest_queries: int) -> None:
     """Write the rows of the requests for this shape with at least `fewest_queries` queries."""
     q, k_cache, v_cache, metadata, scale, window, is_chunked, soft_cap, slopes, sinks, biases = call
     (tokens, heads, head_size), (_, kv_heads, _, page) = q.shape, k_cache.shape

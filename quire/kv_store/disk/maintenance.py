@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from quire.kv_store.disk.namespaces import OpenNamespace, Root
-from quire.kv_store.disk.segment import DamagedSegmentError, Segment
+from quire.kv_store.disk.segment import DamagedSegmentError, SegmentFile
 
 
 class NamespaceState(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class NamespaceState(msgspec.Struct, frozen=True):
     is_in_use: bool
 
 
-class CheckResult(msgspec.Struct):
+class NamespaceCheck(msgspec.Struct):
     """Check of one namespace; `is_repaired`: what was damaged is gone, as no process writes to the namespace."""
 
     digest: str
@@ -59,7 +59,7 @@ def list_namespaces(directory: Path) -> list[NamespaceState]:
     return sorted(states, key=lambda state: state.last_use, reverse=True)
 
 
-def check_namespaces(directory: Path, count: Callable[[int], object]) -> Iterator[CheckResult]:
+def check_namespaces(directory: Path, count: Callable[[int], object]) -> Iterator[NamespaceCheck]:
     """Read every row, and yield the result of each namespace; `count` is called with the number of rows read.
 
     Raises:
@@ -110,10 +110,10 @@ def _root(directory: Path) -> Iterator[Root]:
 
 
 @contextmanager
-def _segment(opened: OpenNamespace, file: str) -> Iterator[Segment | None]:
+def _segment(opened: OpenNamespace, file: str) -> Iterator[SegmentFile | None]:
     """Open a segment; None if its header is damaged."""
     try:
-        segment = Segment.open(opened.fd, file, None, opened.digest, write=opened.is_writer)
+        segment = SegmentFile.open(opened.fd, file, None, opened.digest, write=opened.is_writer)
     except DamagedSegmentError:
         yield None
         return
@@ -145,8 +145,8 @@ def _state(root: Root, digest: str) -> NamespaceState:
     )
 
 
-def _check(opened: OpenNamespace, count: Callable[[int], object]) -> CheckResult:
-    result = CheckResult(opened.digest, is_repaired=opened.is_writer)
+def _check(opened: OpenNamespace, count: Callable[[int], object]) -> NamespaceCheck:
+    result = NamespaceCheck(opened.digest, is_repaired=opened.is_writer)
     for _, file in opened.segment_files():
         with _segment(opened, file) as segment:
             if segment is not None:
@@ -158,7 +158,7 @@ def _check(opened: OpenNamespace, count: Callable[[int], object]) -> CheckResult
     return result
 
 
-def _check_segment(segment: Segment, result: CheckResult, count: Callable[[int], object]) -> None:
+def _check_segment(segment: SegmentFile, result: NamespaceCheck, count: Callable[[int], object]) -> None:
     slots = segment.in_use()[0].tolist()
     damaged = []
     for slot in slots:
@@ -174,7 +174,7 @@ def _check_segment(segment: Segment, result: CheckResult, count: Callable[[int],
         segment.flush()
 
 
-def _is_whole(segment: Segment, slot: int) -> bool:
+def _is_whole(segment: SegmentFile, slot: int) -> bool:
     """Read a row, again if its slot was reused meanwhile; a slot that was freed is whole."""
     payload = memoryview(bytearray(segment.payload_bytes))
     record = segment.record(slot)

@@ -58,7 +58,7 @@ class Record(NamedTuple):
     checksum: bytes
 
 
-class Layout(msgspec.Struct, frozen=True):
+class SegmentLayout(msgspec.Struct, frozen=True):
     """Sizes and checksums of the segments of one namespace.
 
     Args:
@@ -118,7 +118,7 @@ class Layout(msgspec.Struct, frozen=True):
         return xxhash.xxh3_64_intdigest(packed, self.seed) & 0xFFFFFFFF
 
 
-class Segment:
+class SegmentFile:
     """One open file with a copy of its records in memory.
 
     Invariant: changed records are in `_changed` until the file has them too.
@@ -128,7 +128,7 @@ class Segment:
         size: bytes that the file takes up when it is full.
     """
 
-    def __init__(self, fd: int, layout: Layout, num_slots: int) -> None:
+    def __init__(self, fd: int, layout: SegmentLayout, num_slots: int) -> None:
         self._fd = fd
         self._layout = layout
         self._records = bytearray(num_slots * _RECORD.size)
@@ -140,7 +140,7 @@ class Segment:
         self._payloads_at = layout.payloads_at(num_slots)
 
     @classmethod
-    def create(cls, directory: int, name: str, layout: Layout, num_slots: int) -> Segment:
+    def create(cls, directory: int, name: str, layout: SegmentLayout, num_slots: int) -> SegmentFile:
         """Make a file of free slots, which other processes see only when its header is complete.
 
         Raises:
@@ -159,7 +159,9 @@ class Segment:
         return cls(fd, layout, num_slots)
 
     @classmethod
-    def open(cls, directory: int, name: str, layout: Layout | None, digest: str, *, write: bool) -> Segment:
+    def open(
+        cls, directory: int, name: str, layout: SegmentLayout | None, digest: str, *, write: bool
+    ) -> SegmentFile:
         """Open a file and read its records; without a layout that of the header is taken.
 
         Raises:
@@ -341,11 +343,11 @@ def segment_name(number: int) -> str:
     return f"{number:08d}{SUFFIX}"
 
 
-def _read_header(fd: int, digest: str) -> tuple[Layout, int]:
+def _read_header(fd: int, digest: str) -> tuple[SegmentLayout, int]:
     """Return the layout and the number of slots that a file's header says.
 
     Raises:
-        DamagedSegmentError: see `Segment.open`.
+        DamagedSegmentError: see `SegmentFile.open`.
     """
     packed = bytearray(_HEADER.size + _HEADER_CHECKSUM.size)
     transfer_bytes(os.preadv, fd, packed, 0)
@@ -356,7 +358,7 @@ def _read_header(fd: int, digest: str) -> tuple[Layout, int]:
         raise DamagedSegmentError(f"it has version {version}, this quire reads version {VERSION}")
     if stored != digest.encode():
         raise DamagedSegmentError("it belongs to another namespace")
-    layout = Layout(digest, payload_bytes)
+    layout = SegmentLayout(digest, payload_bytes)
     if packed != layout.header(num_slots):
         raise DamagedSegmentError("the checksum of its header is wrong")
     return layout, num_slots

@@ -27,9 +27,9 @@ from quire.kv_store.disk.files import NO_ROOM
 from quire.kv_store.disk.namespaces import OpenNamespace, Root
 from quire.kv_store.disk.segment import (
     DamagedSegmentError,
-    Layout,
     Record,
-    Segment,
+    SegmentFile,
+    SegmentLayout,
     segment_name,
 )
 from quire.kv_store.row_store import Namespace, Row, RowStoreError, RowStoreStats
@@ -62,7 +62,7 @@ def open_disk_store(
         RowStoreError: the disk does not work.
     """
     sealer = None if key is None else Sealer(key, namespace.digest)
-    layout = Layout(namespace.digest, namespace.row_bytes + (OVERHEAD_BYTES if sealer else 0))
+    layout = SegmentLayout(namespace.digest, namespace.row_bytes + (OVERHEAD_BYTES if sealer else 0))
     if layout.num_slots_in(max_bytes) == 0:
         raise ConfigError(
             f"{max_bytes} bytes for the KV cache in {directory} have no room for one row; "
@@ -85,14 +85,14 @@ class DiskStore:
     medium = "DISK"
 
     def __init__(
-        self, root: Root, opened: OpenNamespace, layout: Layout, max_bytes: int, sealer: Sealer | None
+        self, root: Root, opened: OpenNamespace, layout: SegmentLayout, max_bytes: int, sealer: Sealer | None
     ) -> None:
         self._root = root
         self._opened = opened
         self._layout = layout
         self._max_bytes = max_bytes
         self._sealer = sealer
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, SegmentFile] = {}
         self._left_out: set[str] = set()  # files that are no segments of this namespace
         self._index: OrderedDict[bytes, int] = (
             OrderedDict()
@@ -159,6 +159,9 @@ class DiskStore:
                     self._drop(name)
             self._flush()
 
+    def names(self) -> list[bytes]:
+        return list(self._index) if self._sealer is None else list(self._names.values())
+
     def pop_removed(self) -> list[bytes]:
         return [self._removed.popleft() for _ in range(len(self._removed))]
 
@@ -192,7 +195,7 @@ class DiskStore:
     def _open_segment(self, number: int, file: str) -> bool:
         """Open a file; one that is no segment of this namespace is deleted by the writer, and left out by others."""
         try:
-            segment = Segment.open(
+            segment = SegmentFile.open(
                 self._opened.fd, file, self._layout, self._layout.digest, write=self.is_writable
             )
         except DamagedSegmentError as error:
@@ -265,7 +268,7 @@ class DiskStore:
             self._drop_damaged(segment, slot, name)
         return done
 
-    def _drop_damaged(self, segment: Segment, slot: int, name: bytes) -> None:
+    def _drop_damaged(self, segment: SegmentFile, slot: int, name: bytes) -> None:
         """Drop a row, and count it unless the writer has used its slot since the last refresh."""
         known = segment.record(slot)
         if known is not None and known.name == name:
@@ -358,7 +361,7 @@ class DiskStore:
             if num_slots == 0:
                 return False
             number = max(self._segments, default=0) + 1
-            segment = Segment.create(self._opened.fd, segment_name(number), self._layout, num_slots)
+            segment = SegmentFile.create(self._opened.fd, segment_name(number), self._layout, num_slots)
         except OSError as error:
             if error.errno in NO_ROOM:
                 return False

@@ -14,7 +14,7 @@ from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, inputs, out
 
 
 @dataclass(frozen=True)
-class Fp8(Codec):
+class Fp8Codec(Codec):
     """weight float8_e4m3fn [N, K], with scales on a grid: for the whole weight, per output, or per block."""
 
     grid_outputs: int = 0

@@ -16,7 +16,7 @@ from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, every, inpu
 
 
 @dataclass(frozen=True)
-class Int8(Codec):
+class Int8Codec(Codec):
     """weight int8 [N, K], weight_scale on a grid, and perhaps weight_zero_point int8 on the same grid."""
 
     grid_outputs: int = 1

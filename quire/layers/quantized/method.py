@@ -86,7 +86,7 @@ class _Take:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _RowSource:
     """Rows that a layer reads of one module, whose weight has `num_rows`; `name` is the module's name in slots."""
 
     index: int
@@ -112,7 +112,7 @@ class _Source:
             start += length(take.rows)
 
 
-class Encoded(QuantMethod):
+class EncodedWeights(QuantMethod):
     """Method for a layer of `modules`, merged in this order; keeps the weight as `kept` keeps floats.
 
     With `packed`, a scheme that holds the numbers of all modules, the numbers stay unchanged.
@@ -139,10 +139,10 @@ class Encoded(QuantMethod):
         return self._kept.read(layer)
 
     def unrounded(self) -> QuantMethod:
-        return Encoded(self._modules, self._kept.unrounded())
+        return EncodedWeights(self._modules, self._kept.unrounded())
 
     def looked_up(self) -> QuantMethod:
-        return Encoded(self._modules, TABLE)
+        return EncodedWeights(self._modules, TABLE)
 
     def create(self, layer: MatrixLayer) -> None:
         reorders = self._packed is not None and self._packed.order is not None
@@ -190,7 +190,7 @@ class Encoded(QuantMethod):
         weight = torch.empty(0, dtype=layer.dtype, device=device)
         return ops.pack_weight.takes(device.type, weight, self.scheme, layer.halves())
 
-    def _decoded(self, layer: MatrixLayer, source: _Source) -> Coded | Tensor:
+    def _decoded(self, layer: MatrixLayer, source: _RowSource) -> Coded | Tensor:
         """Return a module decoded, in the rows and inputs that are read."""
         tensors = {}
         for name in source.module.tensors(source.num_rows, layer.inputs):
@@ -209,7 +209,7 @@ class Encoded(QuantMethod):
         read = self.read(layer) if not codec.cuts else slice(0, length(self.read(layer)))
         return decoded.narrowed(read) if isinstance(decoded, Coded) else decoded[:, read]
 
-    def _slots_of(self, layer: MatrixLayer, source: _Source, name: str, stored: Stored) -> Iterator[Slot]:
+    def _slots_of(self, layer: MatrixLayer, source: _RowSource, name: str, stored: Stored) -> Iterator[Slot]:
         shape = tuple(axis.size(source.num_rows, layer.inputs) for axis in stored.axes)
         in_file = tuple(source.module.in_files[name].shape) if name in source.module.in_files else shape
         is_same = math.prod(in_file) == math.prod(shape) and (stored.flat or math.prod(shape) == 1)
@@ -232,25 +232,25 @@ class Encoded(QuantMethod):
         sides = {"outputs": rows, "inputs": self.read(layer), "neither": slice(0, 1)}
         return axis.indices(sides[axis.along])
 
-    def _length(self, layer: MatrixLayer, source: _Source, axis: Axis) -> int:
+    def _length(self, layer: MatrixLayer, source: _RowSource, axis: Axis) -> int:
         takes = source.takes if axis.along == "outputs" else source.takes[:1]
         return sum(length(self._indices(layer, axis, take.rows)) for take in takes)
 
     def _tensors(
         self, layer: MatrixLayer, names: Sequence[str] = ()
-    ) -> Iterator[tuple[_Source, str, Stored]]:
+    ) -> Iterator[tuple[_RowSource, str, Stored]]:
         for source in self._sources(layer, names):
             for name, stored in source.module.tensors(source.num_rows, layer.inputs).items():
                 yield source, name, stored
 
-    def _sources(self, layer: MatrixLayer, names: Sequence[str] = ()) -> Iterator[_Source]:
+    def _sources(self, layer: MatrixLayer, names: Sequence[str] = ()) -> Iterator[_RowSource]:
         """Yield the modules with the rows that the layer reads; `names` are their names in slots, if they differ."""
         pieces: dict[str, list[ModuleRows]] = {}
         for piece in layer.pieces(names or [module.name for module in self._modules]):
             pieces.setdefault(piece.name, []).append(piece)
         modules = {module.name: module for module in self._modules}  # one may hold several parts of a layer
         for index, (module, (name, parts)) in enumerate(zip(modules.values(), pieces.items(), strict=True)):
-            yield _Source(index, module, name, parts[0].num_rows, _takes(parts, module.codec.cuts))
+            yield _RowSource(index, module, name, parts[0].num_rows, _takes(parts, module.codec.cuts))
 
 
 def _in_panels(layer: MatrixLayer, packed: PackedWeight) -> PackedWeight:
@@ -276,7 +276,7 @@ def _takes(pieces: Sequence[ModuleRows], cuts: bool) -> list[_Take]:
     ]
 
 
-def _check_cut(layer: MatrixLayer, source: _Source, name: str, stored: Stored) -> None:
+def _check_cut(layer: MatrixLayer, source: _RowSource, name: str, stored: Stored) -> None:
     """Raise ConfigError if rows on both sides of a cut share an index of a tensor."""
     ends = {
         end for take in source.takes for side in (take.rows, take.region) for end in (side.start, side.stop)

@@ -13,12 +13,12 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from quire.config import EngineConfig, ServerConfig
-from quire.engine.file_states import adapter_request
+from quire.entrypoints.openai.adapter_serving import AdapterNames, AdapterServing
 from quire.errors import ConfigError, ConflictError, NotFoundError, ValidationError
-from quire.lora.peft_config import directory_of
+from quire.lora.peft_config import CONFIG_NAME, adapter_request, directory_of
 from quire.lora_request import MAX_NAME_CHARS, LoRARequest
 from quire.lora_resolvers import LORA_RESOLVERS, DirectoryResolver, LoRAResolver
 
@@ -83,48 +83,47 @@ def named_adapters(
     return adapters
 
 
-class Engine(Protocol):
+class AdapterEngine(Protocol):
     """Part of `AsyncLLM` used here."""
+
+    @property
+    def config(self) -> EngineConfig: ...
 
     async def add_lora(self, lora_request: LoRARequest) -> bool: ...
 
     async def remove_lora(self, lora_id: int) -> bool: ...
 
 
-class Names(Protocol):
-    """The adapters served by all processes of a server."""
+class AdapterChanges(AdapterServing):
+    """Loads and unloads adapters; resolvers are tried in their order for unknown names."""
 
-    adapters: Mapping[str, LoRARequest]
-
-    @property
-    def model_names(self) -> tuple[str, ...]: ...
-
-    async def form_of(self, adapter: LoRARequest | None) -> Any:
-        """Load the tokenizer and chat template of an adapter, if it has its own."""
-
-    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
-        """Serve these adapters in all processes."""
-
-
-class AdapterChanges:
-    """Loads and unloads adapters.
-
-    Args:
-        resolvers: tried in this order for unknown names.
-    """
-
-    def __init__(self, engine: Engine, names: Names, resolvers: list[LoRAResolver]) -> None:
+    def __init__(self, engine: AdapterEngine, names: AdapterNames, config: ServerConfig) -> None:
         self._engine = engine
         self._names = names
-        self._resolvers = resolvers
+        self._resolvers = make_resolvers(engine.config, config)
         self._numbers = itertools.count(len(names.adapters) + 1)
         self._busy: set[str] = set()
         self._resolving: dict[str, asyncio.Task[None]] = {}
 
-    @property
-    def resolves(self) -> bool:
-        """True if an unknown name may be resolved on request."""
-        return bool(self._resolvers)
+    @classmethod
+    def with_absolute_paths(cls, config: ServerConfig) -> ServerConfig:
+        return with_absolute_paths(config)
+
+    @classmethod
+    def check_options(cls, engine: EngineConfig, server: ServerConfig) -> None:
+        for name, adapter in named_adapters(server.lora_modules, engine, ()).items():
+            path = Path(adapter.lora_path) / CONFIG_NAME
+            if not path.is_file():
+                raise ConfigError(f"--lora-modules: adapter {name!r}: there is no file {path}")
+
+    @classmethod
+    def named(
+        cls, engine: EngineConfig, server: ServerConfig, taken: Collection[str]
+    ) -> Mapping[str, LoRARequest]:
+        return named_adapters(server.lora_modules, engine, taken)
+
+    def may_resolve(self, name: str) -> bool:
+        return bool(self._resolvers) and may_be_name(name)
 
     async def check_all(self) -> None:
         """Load the adapters that the server was started with.

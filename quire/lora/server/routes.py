@@ -16,7 +16,7 @@ from quire.entrypoints.openai.protocol.requests import RequestModel
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.tenant import admin_router
 from quire.errors import ValidationError
-from quire.lora.server.changes import NAME
+from quire.lora.server.changes import NAME, AdapterChanges
 
 controls = admin_router()
 TEXT = {"text/plain": {"type": "string"}}
@@ -56,17 +56,23 @@ async def unload_lora_adapter(request: Request) -> Response:
 
 async def load(server: ServerState, name: str, path: str, inplace: bool) -> None:
     """Load an adapter for all processes; runs in the supervisor process."""
-    await server.adapter_changes.load(name, path, inplace=inplace)
+    await _changes_of(server).load(name, path, inplace=inplace)
 
 
 async def unload(server: ServerState, name: str) -> None:
     """Unload an adapter for all processes; runs in the supervisor process."""
-    await server.adapter_changes.unload(name)
+    await _changes_of(server).unload(name)
 
 
 async def resolve(server: ServerState, name: str) -> None:
     """Resolve an adapter for all processes; runs in the supervisor process."""
-    await server.adapter_changes.resolve(name)
+    await _changes_of(server).resolve(name)
+
+
+def _changes_of(server: ServerState) -> AdapterChanges:
+    changes = server.adapter_changes
+    assert isinstance(changes, AdapterChanges), "the routes are installed together with the changes"
+    return changes
 
 
 def _serving_adapters(request: Request) -> ServerState:

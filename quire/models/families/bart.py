@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoders of BART (Lewis et al., 2019, arXiv:1910.13461) and its relatives: mBART (arXiv:2001.08210), Pegasus
-(arXiv:1912.08777), Marian (arXiv:1804.00344), and M2M-100 (arXiv:2010.11125) with NLLB (arXiv:2207.04672).
+(arXiv:1912.08777), Marian (arXiv:1804.00344), M2M-100 (arXiv:2010.11125) with NLLB (arXiv:2207.04672), and TrOCR
+(arXiv:2109.10282).
 
 They differ in where norms stand, in positions, and in norms of embeddings; see `quire.models.encoder_decoder`.
 """
@@ -33,6 +34,11 @@ _NAMES = CheckpointNames(
     unused=(r"(^|\.)embed_positions\.weights?$", r"(^|\.)(encoder|decoder)\.version$"),
 )
 
+_ALONE = replace(
+    _NAMES, renamed={name: own for name, own in _NAMES.renamed.items() if name != "embed_tokens"}
+)
+"""Names of a decoder with an embedding of its own."""
+
 
 def read_bart(architecture: str, config: JsonObject, **differing: Any) -> ModelArch:
     """Norms after attention and MLP, and after the embedding; learned positions behind two unused rows."""
@@ -46,7 +52,7 @@ def read_bart(architecture: str, config: JsonObject, **differing: Any) -> ModelA
         "intermediate_size": config.integer("intermediate_size", high=MAX_WIDTH),
         "num_kv_heads": heads,
         "head_dim": read_head_dim(config, heads),
-        "max_position_embeddings": encoder_positions(length) + length,
+        "max_position_embeddings": encoder_positions(config.integer("max_source_positions", length)) + length,
         "norm": "layer",
         "norm_eps": 1e-5,
         "do_layer_norm_before": False,
@@ -70,8 +76,37 @@ def _with_silu(config: JsonObject) -> JsonObject:
 
 
 def read_mbart(architecture: str, config: JsonObject) -> ModelArch:
-    """Norms before attention and MLP, after the embedding, and at the end."""
-    return read_bart(architecture, config, do_layer_norm_before=True, final_norm=True)
+    """Norms before attention and MLP, after the embedding, and at the end; behind an encoder of images without a bias
+    of logits.
+    """
+    differing = {"do_layer_norm_before": True, "final_norm": True}
+    if not config.flag("add_cross_attention", False):
+        return read_bart(architecture, config, **differing)
+    return read_bart(architecture, config, **differing, names=replace(_ALONE, unused=()), logits_bias=False)
+
+
+def read_trocr(architecture: str, config: JsonObject) -> ModelArch:
+    """Norms after attention and MLP, and perhaps after the embedding; learned or sinusoidal positions; keys and values
+    of cross-attention from the encoder's size.
+    """
+    is_learned = config.flag("use_learned_position_embeddings", True)
+    config.only("is_decoder", True)
+    config.only("add_cross_attention", True)
+    padding = config.integer("pad_token_id", 1, low=0)
+    return read_bart(
+        architecture,
+        config,
+        names=replace(
+            _ALONE,
+            renamed={**_ALONE.renamed, "lm_head": "output_projection"},
+            unused=() if is_learned else _ALONE.unused,
+        ),
+        embedding_norm=config.flag("layernorm_embedding", True),
+        positions="learned" if is_learned else "sinusoidal",
+        position_offset=2 if is_learned else padding + 1,
+        logits_bias=False,
+        crossing_size=config.optional_integer("cross_attention_hidden_size", high=MAX_WIDTH),
+    )
 
 
 def read_pegasus(architecture: str, config: JsonObject) -> ModelArch:
@@ -92,12 +127,11 @@ def read_marian(architecture: str, config: JsonObject) -> ModelArch:
     """Norms after attention and MLP; sinusoidal positions; encoder and decoder may have tables of their own."""
     vocab_size = config.integer("decoder_vocab_size", config.integer("vocab_size"))
     shares = config.flag("share_encoder_decoder_embeddings", True)
-    apart = {name: own for name, own in _NAMES.renamed.items() if name != "embed_tokens"}
     return read_bart(
         architecture,
         config,
         vocab_size=vocab_size,
-        names=_NAMES if shares else replace(_NAMES, renamed=apart),
+        names=_NAMES if shares else _ALONE,
         embedding_norm=False,
         positions="half_sinusoidal",
         position_offset=0,

@@ -19,10 +19,10 @@ from quire.distributed.group import Group
 from quire.kernels import ops
 from quire.layers.base import model_dtype
 from quire.layers.quantization import QuantMethod
-from quire.layers.shard import WHOLE, Partition, Shard, Span
+from quire.layers.shard import WHOLE, Partition, Shard, ShardSpan
 from quire.models.transformers_backend.hosted import HostedLinear, row_spans
 from quire.models.transformers_backend.plan import Plan
-from quire.models.transformers_backend.tensors import Loaded, Stored, module_names
+from quire.models.transformers_backend.tensors import CheckpointView, Loaded, module_names
 
 NAME = "quire"
 """Name of our function among transformers' expert implementations."""
@@ -73,7 +73,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, _through_packed)
 
 
 def as_experts(
-    module: Any, name: str, stored: Mapping[str, Sequence[Stored]], config: EngineConfig, plan: Plan
+    module: Any, name: str, stored: Mapping[str, Sequence[CheckpointView]], config: EngineConfig, plan: Plan
 ) -> tuple[PackedExperts, Loaded] | None:
     """Return packed weights for an experts module whose checkpoints hold experts one by one; None for any other."""
     if module.has_bias or module.is_transposed or module.has_post_expert_norm:
@@ -109,22 +109,22 @@ def _gates_halves(module: Any) -> bool:
     return part.shape == (3, 4) and torch.allclose(part, whole[:, :4])
 
 
-def _halves(spans: Sequence[Span], num_spans: int) -> Sequence[Span]:
+def _halves(spans: Sequence[ShardSpan], num_spans: int) -> Sequence[ShardSpan]:
     """Return outputs of one tensor as equal, separately sharded parts."""
-    return spans if len(spans) > 1 else [Span(spans[0].size // num_spans)] * num_spans
+    return spans if len(spans) > 1 else [ShardSpan(spans[0].size // num_spans)] * num_spans
 
 
 def _matrices(
     kind: type[HostedLinear],
     tensor: Tensor,
-    stored: Sequence[Stored],
+    stored: Sequence[CheckpointView],
     config: EngineConfig,
     partition: Partition,
     num_spans: int,
 ) -> Iterator[tuple[list[str], HostedLinear]]:
     """Yield a layer for each expert; fewer layers if the stored tensors are no rows of one."""
     _, outputs, inputs = tensor.shape
-    parts: dict[int, list[Stored]] = defaultdict(list)
+    parts: dict[int, list[CheckpointView]] = defaultdict(list)
     for part in sorted(stored, key=lambda part: part.view.storage_offset()):
         parts[part.view.storage_offset() // (outputs * inputs)].append(part)
     for _, own in sorted(parts.items()):

@@ -17,10 +17,10 @@ from quire.kernels import ops
 from quire.layers.base import activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear
-from quire.layers.shard import Span
+from quire.layers.shard import ShardSpan
 from quire.layers.step import StepContext
 from quire.models.transformers_backend.plan import Plan, embedding_scale
-from quire.models.transformers_backend.tensors import Stored
+from quire.models.transformers_backend.tensors import CheckpointView
 
 _NO_STEP = StepContext(())
 
@@ -187,7 +187,7 @@ def _rows(table: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def as_linear(
-    module: nn.Module, name: str, stored: Sequence[Stored], config: EngineConfig, plan: Plan
+    module: nn.Module, name: str, stored: Sequence[CheckpointView], config: EngineConfig, plan: Plan
 ) -> HostedLinear | None:
     """Return our layer for a module that only multiplies with a stored weight; None for any other."""
     transposed = type(module).forward is Conv1D.forward
@@ -211,19 +211,21 @@ def as_linear(
     )
 
 
-def row_spans(stored: Sequence[Stored], shape: Sequence[int], transposed: bool = False) -> list[Span] | None:
+def row_spans(
+    stored: Sequence[CheckpointView], shape: Sequence[int], transposed: bool = False
+) -> list[ShardSpan] | None:
     """Return the parts of a weight [N, K] that checkpoints store separately, in order; None if they are no rows of
     it.
     """
     if len(stored) == 1 and stored[0].view.is_contiguous() and stored[0].view.shape == shape:
-        return [Span(shape[1 if transposed else 0])]
+        return [ShardSpan(shape[1 if transposed else 0])]
     row, offset = shape[-1], stored[0].view.storage_offset() if stored else 0
     for part in stored:
         view = part.view
         if transposed or view.dim() != 2 or view.stride() != (row, 1) or view.storage_offset() != offset:
             return None
         offset += view.numel()
-    return [Span(len(part.view)) for part in stored] or None
+    return [ShardSpan(len(part.view)) for part in stored] or None
 
 
 def as_embedding(module: nn.Embedding, name: str, config: EngineConfig, *, is_head: bool) -> HostedEmbedding:

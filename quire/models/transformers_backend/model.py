@@ -143,7 +143,7 @@ class TransformersForCausalLM(CausalLM):
                 hidden = self._run(torch.tensor([3]), torch.tensor([0]))
                 if config.pooling is None:
                     self.compute_logits(hidden)
-                if config.lora.enable_lora:
+                if config.serves_adapters:
                     self._find_adaptable()
             except QuireError:
                 raise

@@ -23,7 +23,7 @@ from quire.kernels import reference
 from quire.layers.activation import PLAIN
 from quire.layers.base import Layer, activation_dtype
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.layers.shard import Partition, Span
+from quire.layers.shard import Partition, ShardSpan
 
 _ROWS = 3
 _ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
@@ -172,12 +172,12 @@ class Plan:
             self._cut.add(_generic(path))
         return "output" if way in _BY_OUTPUT else "input" if way in _BY_INPUT else "whole"
 
-    def spans(self, path: str, spans: Sequence[Span]) -> list[Span]:
+    def spans(self, path: str, spans: Sequence[ShardSpan]) -> list[ShardSpan]:
         """Return the outputs of a weight in units that stay together."""
         heads = next((self.attends[parent] for parent in _parents(path) if parent in self.attends), 1)
         if heads == 1 or self.partition(path) != "output":
             return list(spans)
-        return [Span(heads, span.size // heads) if span.size % heads == 0 else span for span in spans]
+        return [ShardSpan(heads, span.size // heads) if span.size % heads == 0 else span for span in spans]
 
     def shares_heads(self, path: str) -> bool:
         """Return whether an attention module's heads are sharded."""

@@ -43,8 +43,8 @@ from quire.models.transformers_backend.hosted import (
 )
 from quire.models.transformers_backend.plan import Plan, as_activation, as_norm
 from quire.models.transformers_backend.tensors import (
+    CheckpointView,
     Loaded,
-    Stored,
     held_tensors,
     module_names,
     stored_tensors,
@@ -357,7 +357,7 @@ def _filled_up(heads: Tensor, size: int) -> Tensor:
     return F.pad(heads, (0, missing)) if missing else heads.contiguous()
 
 
-AllStored = Mapping[str, Sequence[Stored]]
+AllStored = Mapping[str, Sequence[CheckpointView]]
 
 
 @dataclass

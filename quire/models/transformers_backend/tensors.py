@@ -28,7 +28,7 @@ Loaded = list[tuple[list[str], Layer]]
 
 
 @dataclass(frozen=True)
-class Stored:
+class CheckpointView:
     """Tensor of the checkpoint: a view of a model tensor."""
 
     name: str
@@ -39,12 +39,12 @@ class Stored:
         return tensor.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
 
 
-def module_names(parts: Sequence[Stored]) -> list[str]:
+def module_names(parts: Sequence[CheckpointView]) -> list[str]:
     """Return the checkpoint modules of these weights."""
     return [part.name.removesuffix(".weight") for part in parts]
 
 
-def stored_tensors(model: PreTrainedModel) -> Mapping[str, Sequence[Stored]]:
+def stored_tensors(model: PreTrainedModel) -> Mapping[str, Sequence[CheckpointView]]:
     """Return model tensor name -> the checkpoint tensors that make it up.
 
     Raises:
@@ -54,12 +54,12 @@ def stored_tensors(model: PreTrainedModel) -> Mapping[str, Sequence[Stored]]:
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in ours.items()}
     with _Views():
         theirs = revert_weight_conversion(model, dict(ours))
-    stored: dict[str, list[Stored]] = defaultdict(list)
+    stored: dict[str, list[CheckpointView]] = defaultdict(list)
     for name, view in theirs.items():
         owner = owners.get(view.untyped_storage()._cdata)
         if owner is None:
             raise UnsupportedModelError(f"its checkpoints hold {name} in a form that is computed, not copied")
-        stored[owner].append(Stored(name, view))
+        stored[owner].append(CheckpointView(name, view))
     return stored
 
 
@@ -78,7 +78,7 @@ def kept_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
 
 
-class Held(Layer):
+class HeldTensor(Layer):
     """Tensor that transformers' modules compute with, in the activations' dtype.
 
     `places` are the (module, attribute name) that have it.
@@ -91,7 +91,7 @@ class Held(Layer):
         name: str,
         like: Tensor,
         dtype: torch.dtype,
-        stored: Sequence[Stored],
+        stored: Sequence[CheckpointView],
         places: Sequence[tuple[nn.Module, str]],
     ) -> None:
         super().__init__(name)
@@ -134,8 +134,8 @@ def held_tensors(
     model: PreTrainedModel,
     modules: Sequence[nn.Module],
     dtype: torch.dtype,
-    stored: Mapping[str, Sequence[Stored]],
-) -> Iterator[Held]:
+    stored: Mapping[str, Sequence[CheckpointView]],
+) -> Iterator[HeldTensor]:
     """Yield one layer for each tensor owned by these modules."""
     names = {id(tensor): name for name, tensor in kept_tensors(model).items()}
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
@@ -157,7 +157,7 @@ def held_tensors(
             raise UnsupportedModelError(
                 f"{path}.{name} is had by several layers under names that all mean another"
             )
-        yield Held(names[key], tensor, dtype, stored[names[key]], places[key])
+        yield HeldTensor(names[key], tensor, dtype, stored[names[key]], places[key])
 
 
 def compute_buffers(model: PreTrainedModel) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from quire.errors import ClientError, ValidationError
 from quire.multimodal.arrays import EMBEDS_DTYPES, read_arrays
-from quire.multimodal.door.layout import Layout
+from quire.multimodal.door.layout import PlaceholderLayout
 from quire.multimodal.processors.base import Prepared, Processor
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -35,14 +35,23 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 RAW = "raw"  # Kind of input: pixels of a PIL image, not encoded.
-IMAGE, EMBEDS, VIDEO = "image", "embeds", "video"
+IMAGE, EMBEDS, VIDEO, AUDIO = "image", "embeds", "video", "audio"
 FRAMES = "frames"  # Kind of input: RGB pixels of all frames of a video, not encoded.
+ITEM_KINDS = {RAW: IMAGE, FRAMES: VIDEO}
+"""Kind of input -> kind of the item that it becomes, where the two differ."""
+NAMES = {VIDEO: "video", AUDIO: "sound"}
+"""Kind of item -> its name in messages; all others are images."""
 NPY_MAGIC = b"\x93NUMPY"
 
 
-def layout_of(prepared: Prepared, num_pixels: int = 0) -> Layout:
+def name_of(kind: str) -> str:
+    """Return the name, in messages, of an input of this kind."""
+    return NAMES.get(ITEM_KINDS.get(kind, kind), IMAGE)
+
+
+def layout_of(prepared: Prepared, num_pixels: int = 0) -> PlaceholderLayout:
     runs = [list(run.pieces) for run in prepared.runs]
-    return Layout(
+    return PlaceholderLayout(
         prepared.text, runs, prepared.grid, prepared.both_ways, num_pixels, prepared.seconds_per_frame
     )
 
@@ -138,7 +147,7 @@ def _read_npy(content: bytes) -> dict[str, NDArray[Any]]:
 
 def prepare_image(
     processor: Processor, image: Image.Image, options: Mapping[str, Any]
-) -> tuple[dict[str, NDArray[Any]], Layout]:
+) -> tuple[dict[str, NDArray[Any]], PlaceholderLayout]:
     """Return the arrays and the layout of an image. Raises ValidationError as `Processor.prepare`."""
     num_pixels = image.width * image.height
     try:

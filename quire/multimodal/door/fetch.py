@@ -31,7 +31,7 @@ TRANSLATED = ipaddress.ip_network("64:ff9b::/32")  # IPv6 addresses that a gatew
 
 
 @dataclass(frozen=True)
-class Target:
+class FetchTarget:
     """Checked URL: `path` has the query."""
 
     scheme: str
@@ -46,7 +46,7 @@ class Target:
         return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
 
 
-def checked_target(url: str, allowed: Collection[str], where: str) -> Target:
+def checked_target(url: str, allowed: Collection[str], where: str) -> FetchTarget:
     """Return the parts of a URL whose host is allowed.
 
     Args:
@@ -70,7 +70,7 @@ def checked_target(url: str, allowed: Collection[str], where: str) -> Target:
         raise malformed from None
     if parts.scheme not in HTTP or not host or "@" in parts.netloc or "%" in parts.netloc:
         raise malformed
-    target = Target(parts.scheme, host, port or DEFAULT_PORTS[parts.scheme], _path(parts))
+    target = FetchTarget(parts.scheme, host, port or DEFAULT_PORTS[parts.scheme], _path(parts))
     if not {name.lower() for name in allowed} & _names(target):
         allowed_names = ", ".join(sorted(allowed)) or "none"
         raise ValidationError(
@@ -81,7 +81,7 @@ def checked_target(url: str, allowed: Collection[str], where: str) -> Target:
     return target
 
 
-def _names(target: Target) -> set[str]:
+def _names(target: FetchTarget) -> set[str]:
     """Return the forms in which the operator may have named the host."""
     host = f"[{target.host}]" if ":" in target.host else target.host
     own = {target.host, host} if target.port == DEFAULT_PORTS[target.scheme] else set[str]()
@@ -122,7 +122,7 @@ async def _follow(url: str, allowed: Collection[str], where: str) -> bytes:
     raise ValidationError(f"{where} redirects more than {MAX_REDIRECTS} times", param=where)
 
 
-async def checked_address(target: Target, where: str) -> str:
+async def checked_address(target: FetchTarget, where: str) -> str:
     """Return an address of a host, all of whose addresses may be dialled.
 
     Raises:
@@ -162,7 +162,7 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
-async def _get(target: Target, address: str, where: str) -> bytes | str:
+async def _get(target: FetchTarget, address: str, where: str) -> bytes | str:
     """Return the body of an answer, or the URL to which it redirects."""
     tls = ssl.create_default_context() if target.scheme == "https" else None
     name = target.host if tls is not None else None

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire import private_directories
-from quire.multimodal.door.layout import Layout, PreparedItem
+from quire.multimodal.door.layout import PlaceholderLayout, PreparedItem
 
 
 @dataclass
-class _File:
+class _MediaFile:
     item: PreparedItem
     num_bytes: int
     num_leases: int = 0
@@ -33,7 +33,7 @@ class MediaFiles:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._files: OrderedDict[bytes, _File] = OrderedDict()
+        self._files: OrderedDict[bytes, _MediaFile] = OrderedDict()
         self._directory: Path | None = None
         self._num_inputs = 0
         self._lock = threading.RLock()  # a collection inside may end a lease
@@ -65,11 +65,11 @@ class MediaFiles:
             self._files.move_to_end(digest)
             return file.item
 
-    def add(self, digest: bytes, kind: str, layout: Layout, num_bytes: int) -> PreparedItem:
+    def add(self, digest: bytes, kind: str, layout: PlaceholderLayout, num_bytes: int) -> PreparedItem:
         """Register a file that was written, and remove others to stay within the limit."""
         item = PreparedItem(digest, kind, str(self.path_of(digest)), layout)
         with self._lock:
-            self._files[digest] = _File(item, num_bytes)
+            self._files[digest] = _MediaFile(item, num_bytes)
             self.num_bytes += num_bytes
             self._evict(spared=digest)
         return item

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.multimodal.door.layout import Layout
+from quire.multimodal.door.layout import PlaceholderLayout
 
 
 class DecodeSetup(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class DecodeJob(msgspec.Struct, frozen=True):
     """One item to process.
 
     Args:
-        kind: "image", "raw" (RGB pixels), "video", "frames" (RGB pixels) or "embeds".
+        kind: "image", "raw" (RGB pixels), "video", "frames" (RGB pixels), "audio" or "embeds".
         input, output: files of the item's bytes and of its arrays.
         options: the request's, checked.
         max_pixels: most pixels that its header may state, or that may be read of a video.
@@ -32,6 +32,7 @@ class DecodeJob(msgspec.Struct, frozen=True):
         fps: of raw frames; 0: unknown.
         num_frames: of the video of raw frames; 0: as many as there are.
         chosen: indices of raw frames in that video, if the caller sampled them.
+        max_seconds: longest sound.
     """
 
     kind: str
@@ -44,12 +45,13 @@ class DecodeJob(msgspec.Struct, frozen=True):
     fps: float = 0.0
     num_frames: int = 0
     chosen: tuple[int, ...] | None = None
+    max_seconds: float = 0.0
 
 
 class DecodeReply(msgspec.Struct, frozen=True):
     """Result of a job: a layout and the size of the file, or an error for the client."""
 
-    layout: Layout | None = None
+    layout: PlaceholderLayout | None = None
     num_bytes: int = 0
     error: str = ""
     param: str = ""

@@ -44,6 +44,7 @@ _MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "q_k_v": ("q", "k", "v"),
+    "query_key_value": ("query", "key", "value"),
     "wi_0_wi_1": ("wi_0", "wi_1"),
 }
 """Layers that hold several modules of a checkpoint."""
@@ -170,7 +171,7 @@ class PatchLinear(Linear):
                 yield name, slot
 
 
-class Table(Layer):
+class LearnedTable(Layer):
     """Learned rows [*shape] that are added or multiplied, such as position embeddings.
 
     `suffix` follows the layer's name in the checkpoint, which stores `stored`, the same elements in another shape.

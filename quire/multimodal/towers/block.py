@@ -18,7 +18,7 @@ from quire.kernels.attention_metadata import GroupMetadata
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear, UnbiasedKeyQKVLinear
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.multimodal.towers.base import NO_STEP, Table, chunks
+from quire.multimodal.towers.base import NO_STEP, LearnedTable, chunks
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class TowerBlock(Module):
         self.scales: torch.nn.ModuleList | None = None
         if shape.scaled:
             self.scales = torch.nn.ModuleList(
-                Table(size, config=config, name=f"{at}.lambda_{number}") for number in (1, 2)
+                LearnedTable(size, config=config, name=f"{at}.lambda_{number}") for number in (1, 2)
             )
 
     def _up(self, dtype: torch.dtype, at: str) -> Linear:
@@ -175,5 +175,5 @@ class TowerBlock(Module):
         if self.scales is None:
             return x
         scale = self.scales[which]
-        assert isinstance(scale, Table)
+        assert isinstance(scale, LearnedTable)
         return x * scale.weight

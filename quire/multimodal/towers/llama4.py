@@ -15,8 +15,8 @@ from quire.models.json_object import JsonObject
 from quire.multimodal.towers.base import (
     NO_STEP,
     Arrays,
+    LearnedTable,
     Slices,
-    Table,
     Tower,
     angles_of_grid,
     merged_squares,
@@ -61,9 +61,9 @@ class Llama4Tower(Tower):
         self.theta = (eyes.child("rope_parameters")).number("rope_theta", 10000.0)
         colours = eyes.integer("num_channels", 3)
         self.patch = self.linear(colours * self.patch_size**2, size, False, f"{_AT}.patch_embedding.linear")
-        self.class_token = Table(size, config=config, name=f"{_AT}.class_embedding")
+        self.class_token = LearnedTable(size, config=config, name=f"{_AT}.class_embedding")
         count = self.side**2 + 1
-        self.positions = Table(count, size, config=config, name=f"{_AT}.positional_embedding_vlm")
+        self.positions = LearnedTable(count, size, config=config, name=f"{_AT}.positional_embedding_vlm")
         self.norms = nn.ModuleList(
             tower_norm(config, "layer", size, _EPS, f"{_AT}.layernorm_{place}") for place in ("pre", "post")
         )

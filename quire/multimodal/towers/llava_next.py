@@ -23,7 +23,7 @@ from quire.multimodal.processors.anyres import (
 )
 from quire.multimodal.processors.base import Size
 from quire.multimodal.processors.llava_next import NEXT_PINPOINTS, ONEVISION_PINPOINTS, SIZES
-from quire.multimodal.towers.base import Arrays, Slices, Table
+from quire.multimodal.towers.base import Arrays, LearnedTable, Slices
 from quire.multimodal.towers.vit import LlavaTower
 from quire.worker.media_rows import Embeddings
 
@@ -39,7 +39,7 @@ class LlavaNextTower(LlavaTower):
         self.pinpoints = pinpoints_of(whole, self.usual_pinpoints)
         self.tiles = self.most_tiles(whole)
         self.image_side = self.eyes.integer("image_size", self.vision.side * self.vision.patch_size)
-        self.newline = Table(self.hidden_size, config=self.config, name="image_newline")
+        self.newline = LearnedTable(self.hidden_size, config=self.config, name="image_newline")
 
     def most_tiles(self, whole: JsonObject) -> int | None:
         """Return the number of tiles whose features an image may have; None: any number."""

@@ -22,10 +22,10 @@ from quire.layers.norm import LayerNorm, RMSNorm
 from quire.models.json_object import JsonObject
 from quire.multimodal.towers.base import (
     Arrays,
+    LearnedTable,
     PatchLinear,
     Projection,
     Slices,
-    Table,
     Tower,
     activation_of,
     angles_of_grid,
@@ -43,6 +43,11 @@ _EPS = 1e-6
 def gelu(x: Tensor) -> Tensor:
     """Return the exact GELU."""
     return ops.activate(x, "gelu")
+
+
+def qkv_of(eyes: JsonObject) -> str:
+    """Return the name of the projections before attention, which files in GGUF have in three."""
+    return "attn.q_k_v" if eyes.flag("qkv_apart", False) else "attn.qkv"
 
 
 class Merger(Projection):
@@ -122,7 +127,7 @@ class QwenVLTower(Tower):
             eps=_EPS,
             activate=activation_of(eyes, "hidden_act", "quick_gelu"),
             norms=("norm1", "norm2"),
-            qkv="attn.qkv",
+            qkv=qkv_of(eyes),
             out="attn.proj",
         )
 
@@ -176,7 +181,7 @@ class Qwen25VLTower(QwenVLTower):
             gated=eyes.choice("hidden_act", ("silu", "gelu"), "silu"),
             norm="rms",
             norms=("norm1", "norm2"),
-            qkv="attn.qkv",
+            qkv=qkv_of(eyes),
             out="attn.proj",
             mlp=("mlp.gate_up_proj", "mlp.down_proj"),
         )
@@ -231,7 +236,7 @@ class Qwen3VLTower(QwenVLTower):
             eps=_EPS,
             activate=activation_of(eyes, "hidden_act", "gelu_pytorch_tanh"),
             norms=("norm1", "norm2"),
-            qkv="attn.qkv",
+            qkv=qkv_of(eyes),
             out="attn.proj",
             mlp=("mlp.linear_fc1", "mlp.linear_fc2"),
         )
@@ -239,7 +244,7 @@ class Qwen3VLTower(QwenVLTower):
     def build(self, eyes: JsonObject) -> None:
         count = eyes.integer("num_position_embeddings", 2304)
         self.side = int(count**0.5)
-        self.positions = Table(
+        self.positions = LearnedTable(
             count, self.shape.channels, config=self.config, name=f"{_AT}.pos_embed", suffix=".weight"
         )
         self.deep_layers = tuple(eyes.get("deepstack_visual_indexes") or ())

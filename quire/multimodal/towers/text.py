@@ -23,7 +23,7 @@ from quire.layers.base import activation_dtype
 from quire.layers.embedding import SinusoidalEmbedding, VocabEmbedding
 from quire.layers.relative_bias import RelativeBias
 from quire.models.json_object import JsonObject
-from quire.multimodal.towers.base import Arrays, Slices, Table, Tower, sequences
+from quire.multimodal.towers.base import Arrays, LearnedTable, Slices, Tower, sequences
 from quire.multimodal.towers.block import BlockShape, TowerBlock, tower_norm
 from quire.worker.media_rows import Embeddings
 
@@ -67,7 +67,7 @@ class TextTower(Tower):
             else None
         )
 
-    def _positions(self) -> Table | SinusoidalEmbedding | None:
+    def _positions(self) -> LearnedTable | SinusoidalEmbedding | None:
         """Return the rows that are added to token embeddings."""
         arch = self.config.arch
         if arch.positions is None:
@@ -75,7 +75,7 @@ class TextTower(Tower):
         if arch.positions == "learned":
             rows = self.most_tokens + arch.position_offset
             name = "encoder.embed_positions"
-            return Table(rows, self.hidden_size, config=self.config, name=name, suffix=".weight")
+            return LearnedTable(rows, self.hidden_size, config=self.config, name=name, suffix=".weight")
         return SinusoidalEmbedding(
             config=self.config,
             offset=arch.position_offset,
@@ -141,7 +141,7 @@ class TextTower(Tower):
     def _embedded(self, ids: Tensor) -> Tensor:
         x: Tensor = self.embed_tokens(ids)
         positions = torch.arange(len(ids), device=ids.device)
-        if isinstance(self.embed_positions, Table):
+        if isinstance(self.embed_positions, LearnedTable):
             x = x + ops.embedding(positions + self.config.arch.position_offset, self.embed_positions.weight)
         elif self.embed_positions is not None:
             x = x + self.embed_positions(positions)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Towers on vision transformers with learned positions: CLIP, SigLIP and InternViT, with each family's projection.
 
-LLaVA (Liu et al., 2023, arXiv:2310.03744), Gemma 3 (2025, arXiv:2503.19786), Idefics 3 (2024, arXiv:2408.12637) and
+LLaVA (Liu et al., 2023, arXiv:2310.03744), PaliGemma (2024, arXiv:2407.07726) and PaliGemma 2 (2024, arXiv:2412.03555),
+Gemma 3 (2025, arXiv:2503.19786), Idefics 3 (2024, arXiv:2408.12637) and
 SmolVLM (2025, arXiv:2504.05299), InternVL 3 (2025, arXiv:2504.10479).
 
 Shapes: t tiles of n patches (and perhaps a class token), C channels, m embeddings, H hidden size.
@@ -10,7 +11,7 @@ Shapes: t tiles of n patches (and perhaps a class token), C channels, m embeddin
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,10 +28,10 @@ from quire.models.json_object import JsonObject
 from quire.multimodal.towers.base import (
     NO_STEP,
     Arrays,
+    LearnedTable,
     PatchLinear,
     Projection,
     Slices,
-    Table,
     Tower,
     activation_of,
     merged_squares,
@@ -53,11 +54,15 @@ class ViTOptions:
     """Name of the token before the patches; empty: there is none."""
     class_shape: tuple[int, ...] = ()
     """Leading dimensions of that tensor in the checkpoint."""
+    second_token: str = ""
+    """Name of a token behind it, of the same shape; empty: there is none."""
     positions: str = "embeddings.position_embedding"
     positions_suffix: str = ".weight"
     pre_norm: str = ""
     post_norm: str = ""
     layers: str = "encoder.layers"
+    eps: float = 1e-6
+    """Usual epsilon of norms."""
     block: tuple[tuple[str, Any], ...] = ()
     """Fields of `BlockShape` that differ from its defaults."""
 
@@ -68,6 +73,7 @@ CLIP = ViTOptions(
     patch_bias=False,
     class_token="embeddings.class_embedding",
     pre_norm="pre_layrnorm",
+    eps=1e-5,
 )
 SIGLIP = ViTOptions((768, 3072, 12, 12, 224, 16), "gelu_pytorch_tanh", post_norm="post_layernorm")
 IDEFICS3 = ViTOptions((1152, 3072, 12, 16, 224, 32), "gelu_pytorch_tanh", post_norm="post_layernorm")
@@ -87,6 +93,25 @@ INTERN = ViTOptions(
         ("out", "attention.projection_layer"),
     ),
 )
+VIT = ViTOptions(
+    (768, 3072, 12, 12, 224, 16),
+    "gelu",
+    patch="embeddings.patch_embeddings.projection",
+    class_token="embeddings.cls_token",
+    class_shape=(1, 1),
+    positions="embeddings.position_embeddings",
+    positions_suffix="",
+    post_norm="layernorm",
+    layers="encoder.layer",
+    eps=1e-12,
+    block=(
+        ("norms", ("layernorm_before", "layernorm_after")),
+        ("qkv", "attention.attention.query_key_value"),
+        ("out", "attention.output.dense"),
+        ("mlp", ("intermediate.dense", "output.dense")),
+    ),
+)
+DEIT = replace(VIT, second_token="embeddings.distillation_token")
 _KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -122,7 +147,7 @@ class VisionTransformer(nn.Module):
         self.patch_size, self.side = patch, image // patch
         self.reads = tuple(depth + 1 + read if read < 0 else read for read in reads)
         self.depth = max(self.reads)
-        self.has_class = bool(options.class_token)
+        first_tokens = [name for name in (options.class_token, options.second_token) if name]
         colours = eyes.integer("num_channels", 3)
         self.patch = PatchLinear(
             patch=(colours, patch, patch),
@@ -131,12 +156,13 @@ class VisionTransformer(nn.Module):
             dtype=tower.dtype,
             name=f"{at}.{options.patch}",
         )
-        self.class_token = self.pre_norm = self.post_norm = None
-        if self.has_class:
-            stored = (*options.class_shape, size)
-            self.class_token = Table(size, config=config, name=f"{at}.{options.class_token}", stored=stored)
-        count = self.side**2 + self.has_class
-        self.positions = Table(
+        self.pre_norm = self.post_norm = None
+        stored = (*options.class_shape, size)
+        self.first_tokens = nn.ModuleList(
+            LearnedTable(size, config=config, name=f"{at}.{name}", stored=stored) for name in first_tokens
+        )
+        count = self.side**2 + len(first_tokens)
+        self.positions = LearnedTable(
             count,
             size,
             config=config,
@@ -144,7 +170,7 @@ class VisionTransformer(nn.Module):
             suffix=options.positions_suffix,
             stored=(count, size) if options.positions_suffix else (1, count, size),
         )
-        eps = eyes.number("layer_norm_eps", 1e-6 if options is not CLIP else 1e-5)
+        eps = eyes.number("layer_norm_eps", options.eps)
         if options.pre_norm:
             self.pre_norm = tower_norm(config, "layer", size, eps, f"{at}.{options.pre_norm}")
         if options.post_norm and tower.is_normed:
@@ -154,6 +180,8 @@ class VisionTransformer(nn.Module):
             more["norm"] = "rms" if eyes.text("norm_type", "layer_norm") == "rms_norm" else "layer"
             more["qkv_bias"] = eyes.flag("attention_bias", False)
             more["qk_norm"] = eyes.flag("use_qk_norm", False)
+        if options in (VIT, DEIT):
+            more["qkv_bias"] = eyes.flag("qkv_bias", True)
         shape = BlockShape(
             channels=size,
             heads=heads,
@@ -170,7 +198,7 @@ class VisionTransformer(nn.Module):
         )
         unread = "|".join(str(number) for number in range(self.depth, depth))
         self.unused: tuple[str, ...] = (rf"^{at}\.{options.layers}\.({unread})\.",) if unread else ()
-        ends = "head" if self.post_norm is not None else "head|post_layernorm"
+        ends = "head|pooler" if self.post_norm is not None else "head|pooler|post_layernorm"
         self.unused += (rf"^{at}\.({ends})\.", r"\.(position_ids|mask_token)$")
 
     def slices(self, pixels: Tensor) -> Generator[None, None, Tensor]:
@@ -202,8 +230,9 @@ class VisionTransformer(nn.Module):
         patches = pixels.view(tiles, colours, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
         found: Tensor = self.patch(patches.reshape(tiles * rows * columns, -1), NO_STEP)
         x = found.view(tiles, rows * columns, -1)
-        if self.class_token is not None:
-            x = torch.cat((self.class_token.weight.expand(tiles, 1, -1), x), 1)
+        for token in reversed(self.first_tokens):
+            assert isinstance(token, LearnedTable)
+            x = torch.cat((token.weight.expand(tiles, 1, -1), x), 1)
         x = x + self._positions(rows, columns)
         if self.pre_norm is None:
             return x
@@ -357,6 +386,20 @@ class Idefics3Tower(ViTTower):
         return out
 
 
+class PaliGemmaTower(ViTTower):
+    """PaliGemma: SigLIP's patches through one linear layer."""
+
+    is_normed = True
+
+    def build(self, whole: JsonObject) -> None:
+        size = self.vision.channels
+        self.projection = self.linear(size, self.hidden_size, True, "multi_modal_projector.linear")
+
+    def project(self, x: Tensor) -> Tensor:
+        out: Tensor = self.projection(x.flatten(0, 1).contiguous(), NO_STEP)
+        return out
+
+
 class StoredProjection(Linear):
     """Linear layer whose weight [K, N] the checkpoint has beside other tensors, as `mm_input_projection_weight`."""
 
@@ -397,4 +440,29 @@ class Gemma3Tower(ViTTower):
         averages = F.avg_pool2d(pictures, self.square).flatten(2).transpose(1, 2)
         rows = averages.flatten(0, 1).contiguous()
         out: Tensor = self.projection(self.norm(rows), NO_STEP)
+        return out
+
+
+class EncoderTower(ViTTower):
+    """Encoder of TrOCR: all rows of ViT or DeiT, projected if the decoder's size differs and it does not project."""
+
+    tower_name = "encoder"
+    parts = ("encoder.", "enc_to_dec_proj.")
+    is_normed = True
+
+    def __init__(self, *, config: EngineConfig, whole: JsonObject) -> None:
+        super().__init__(config=config, whole=whole.with_aliases({"vision_config": "encoder"}))
+
+    def _options(self) -> ViTOptions:
+        return DEIT if self.eyes.text("model_type") == "deit" else VIT
+
+    def build(self, whole: JsonObject) -> None:
+        size, wanted = self.vision.channels, self.config.arch.media_size
+        self.projection = None if size == wanted else self.linear(size, wanted, True, "enc_to_dec_proj")
+
+    def project(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        if self.projection is None:
+            return rows
+        out: Tensor = self.projection(rows, NO_STEP)
         return out

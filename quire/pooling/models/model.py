@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from quire.config.pooling import PoolingSpec
 from quire.layers.base import Layer
+from quire.layers.head import HeadLinear
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.stack import Stack
 from quire.pooling.models.heads import HEADS
-from quire.pooling.pooler import HeadLinear, PoolingHead
+from quire.pooling.pooler import PoolingHead
 
 
 class PoolingModel(CausalLM):
@@ -21,6 +22,8 @@ class PoolingModel(CausalLM):
 
     The body's output head is dropped.
     """
+
+    is_replicated = True
 
     def __init__(self, body: CausalLM, spec: PoolingSpec) -> None:
         super().__init__(config=body.config)
@@ -47,6 +50,9 @@ class PoolingModel(CausalLM):
         own = pooled if self.own_head is None else self.own_head(pooled, step)
         given: Tensor = self.pooling_head(own, step)
         return given
+
+    def base_model(self) -> CausalLM:
+        return self.body
 
     def stack(self) -> Stack | None:
         return self.body.stack()

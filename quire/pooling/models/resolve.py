@@ -18,12 +18,12 @@ from quire.config import EngineConfig
 from quire.config.arch import ModelArch
 from quire.config.pooling import CLASS_TASKS, POOLINGS, HeadLayer, PoolingSpec
 from quire.errors import ConfigError, ModelLoadError
-from quire.models.checkpoint_files import has_file
+from quire.models.architectures import GENERATES, KINDS, ArchitectureKind, architecture_kind
+from quire.models.checkpoint_files import MODULES, has_file
 from quire.models.gguf.model import GgufModel, is_gguf, stated_pooling
 from quire.models.hf_config import architecture_of, config_json, read_config
 from quire.models.json_object import JsonObject
 from quire.models.registry import ModelRegistry
-from quire.pooling.models.architectures import GENERATES, KINDS, ArchitectureKind, architecture_kind
 from quire.pooling.models.heads import (
     TOKENS,
     IdOf,
@@ -37,7 +37,6 @@ from quire.pooling.models.heads import (
 )
 from quire.pooling.models.sentence_transformers import (
     ANSWER,
-    MODULES,
     SentenceTransformer,
     read_sentence_transformer,
 )
@@ -423,7 +422,7 @@ def _classifier(
 def _leaves_head_to_adapters(config: EngineConfig, made: ArchitectureKind, model_dir: Path) -> bool:
     """Return whether a checkpoint has no head and adapters may supply one."""
     has_none = made.kind in (GENERATES, "embed") and config.load.load_format != "dummy"
-    return config.lora.enable_lora and has_none and not has_head(model_dir)
+    return config.serves_adapters and has_none and not has_head(model_dir)
 
 
 def _width(arch: ModelArch) -> int:

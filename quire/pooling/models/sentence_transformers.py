@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.config.pooling import HeadLayer
 from quire.errors import ModelLoadError
-from quire.models.checkpoint_files import has_file
+from quire.models.checkpoint_files import MODULES, has_file
 from quire.models.json_object import (
     JsonObject,
     optional_json_object,
@@ -25,7 +25,6 @@ from quire.pooling.models import heads
 from quire.pooling.models.heads import MASK, LateInteraction, read_late_interaction
 from quire.pooling.models.model_input import FILL_MASK_TASKS, GENERATION_TASKS, read_model_input
 
-MODULES = "modules.json"
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
 SPLADE = "SpladePooling"
 ANSWER = "LogitScore"

@@ -22,10 +22,10 @@ from quire.entrypoints.openai.protocol.responses import Timings
 from quire.entrypoints.openai.protocol.shapes import TEXT, array, enum, object_of, optional
 from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.errors import ValidationError
-from quire.pooling.inputs import DOCUMENT, QUERY, WHOLE_CONTEXT, PoolingInputs, TextOptions
+from quire.pooling.inputs import DOCUMENT, QUERY, PoolingInputs
 from quire.pooling.server.protocol import GIVEN, MAX_INPUTS, Numbers, PromptUsage, encoded, reply_of
-from quire.pooling.server.run import Job, cuts_by_default, embed_each, renamed_param, reply_fields
-from quire.pooling_params import EMBED, PoolingParams
+from quire.pooling.server.run import PoolingJob, cuts_by_default, embed_each, renamed_param, reply_fields
+from quire.pooling_params import EMBED, WHOLE_CONTEXT, PoolingParams, TextOptions
 
 router = APIRouter()
 # Input types for which a model may have a prompt.
@@ -104,7 +104,7 @@ class CohereEmbeddings(msgspec.Struct, kw_only=True):
 async def embed(request: Request) -> Response:
     """Return an embedding for each text, in Cohere's form."""
     body = await read_request(request, CohereEmbedRequest)
-    job = Job.of(request, body, "embd-")
+    job = PoolingJob.of(request, body, "embd-")
     name, texts = _texts_of(body)
     options = _options(body, job.inputs)
     with renamed_param(name), renamed_param("output_dimension", "dimensions"):

@@ -39,8 +39,8 @@ from quire.pooling.server.protocol import (
     reply_of,
 )
 from quire.pooling.server.run import (
-    Job,
     Pooled,
+    PoolingJob,
     embed_each,
     renamed_param,
     run_each,
@@ -60,7 +60,7 @@ classify_router = APIRouter()
 async def create_embeddings(request: Request) -> Response:
     """Return an embedding for each text."""
     body = await read_request(request, EmbeddingRequest)
-    job = Job.of(request, body, "embd-")
+    job = PoolingJob.of(request, body, "embd-")
     inputs = split_prompts(body.input, "input", MAX_INPUTS)
     params = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions, task=EMBED)
     options = text_options(body)
@@ -89,7 +89,7 @@ async def pool(request: Request) -> Response:
     if raw.get("data") is not None:
         return await pool_with_plugin(request, await checked(request, raw, PluginRequest))
     body = await checked(request, raw, PoolingRequest)
-    job = Job.of(request, body, "pool-")
+    job = PoolingJob.of(request, body, "pool-")
     inputs, params = split_prompts(body.input, "input", MAX_INPUTS), _params(body, job)
     options = text_options(body)
     with renamed_param("input"):
@@ -106,7 +106,7 @@ async def pool(request: Request) -> Response:
     return await reply_of(found.pooled, made)
 
 
-def _params(body: PoolingRequest, job: Job) -> PoolingParams:
+def _params(body: PoolingRequest, job: PoolingJob) -> PoolingParams:
     """Return the validated pooling parameters."""
     params = PoolingParams(
         body.use_activation,
@@ -130,7 +130,7 @@ def _params(body: PoolingRequest, job: Job) -> PoolingParams:
 
 async def pool_with_plugin(request: Request, body: PluginRequest) -> Response:
     """Answer a request in the form of the server's IO processor."""
-    job = Job.of(request, body, "pool-")
+    job = PoolingJob.of(request, body, "pool-")
     processor = job.server.io_processor
     if processor is None:
         raise ValidationError(
@@ -144,7 +144,7 @@ async def pool_with_plugin(request: Request, body: PluginRequest) -> Response:
     return json_response(PluginReply(data=data, **job.head(pooled)))
 
 
-def _plugin_prompts(job: Job, processor: IOProcessor, data: Any) -> list[TokenizedPrompt]:
+def _plugin_prompts(job: PoolingJob, processor: IOProcessor, data: Any) -> list[TokenizedPrompt]:
     return [job.inputs.tokenize(parts_of(prompt)) for prompt in processor.prompts(data)]
 
 
@@ -153,7 +153,7 @@ def _plugin_prompts(job: Job, processor: IOProcessor, data: Any) -> list[Tokeniz
 async def classify(request: Request) -> Response:
     """Return the probability of each class, for each text."""
     body = await read_request(request, ClassifyRequest)
-    job = Job.of(request, body, "classify-")
+    job = PoolingJob.of(request, body, "classify-")
     inputs = split_prompts(body.input, "input", MAX_INPUTS)
     with renamed_param("input"):
         params = PoolingParams(use_activation=body.use_activation, task=CLASSIFY)

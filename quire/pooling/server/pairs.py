@@ -29,7 +29,7 @@ from quire.pooling.server.protocol import (
     ScoreRequest,
     beside_numbers,
 )
-from quire.pooling.server.run import Job, Pooled, renamed_param, text_options
+from quire.pooling.server.run import Pooled, PoolingJob, renamed_param, text_options
 from quire.pooling.server.scoring import Scoring, scoring_task, template_composer
 
 router = APIRouter()
@@ -49,7 +49,7 @@ def offered(config: EngineConfig) -> bool:
 async def score(request: Request) -> Response:
     """Score pairs of texts: one with each of several, or several with equally many."""
     body = await read_request(request, ScoreRequest)
-    job = Job.of(request, body, "score-")
+    job = PoolingJob.of(request, body, "score-")
     (first, firsts), (second, seconds) = _texts_of(body)
     if len(firsts) not in (1, len(seconds)):
         raise ValidationError(
@@ -78,7 +78,7 @@ async def rerank_v2(request: Request) -> Response:
 
 async def _rank(request: Request, *, with_documents: bool) -> Response:
     body = await read_request(request, RerankRequest)
-    job = Job.of(request, body, "rerank-")
+    job = PoolingJob.of(request, body, "rerank-")
     documents = _documents_of(body.documents)
     pooled, scores = await _scored(job, body, [body.query], documents, ("query", "documents"))
     shown = with_documents if body.return_documents is None else body.return_documents
@@ -92,7 +92,7 @@ async def _rank(request: Request, *, with_documents: bool) -> Response:
 
 
 async def _scored(
-    job: Job, body: PairFields, firsts: list[str], seconds: list[str], names: tuple[str, str]
+    job: PoolingJob, body: PairFields, firsts: list[str], seconds: list[str], names: tuple[str, str]
 ) -> tuple[list[Pooled], list[float]]:
     """Return the pooled outputs of the pairs, and their scores; `names` are the request's fields of the two sides."""
     limits = (body.max_tokens_per_query, body.max_tokens_per_doc)
@@ -105,7 +105,7 @@ async def _scored(
     return pooled, scores
 
 
-def _composer(job: Job) -> Compose | None:
+def _composer(job: PoolingJob) -> Compose | None:
     """Return the composer of pairs by the server's chat template, for models that need one."""
     options = job.inputs.spec.template_options
     if options is None:

@@ -35,7 +35,7 @@ from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.tenant import apply_request_settings, tenant_of
 from quire.errors import DeadlineError, ValidationError
 from quire.outputs import RequestStateStats, joined_stats
-from quire.pooling.inputs import PoolingInputs, TextOptions
+from quire.pooling.inputs import PoolingInputs
 from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling.server.protocol import (
     MAX_INPUTS,
@@ -45,7 +45,7 @@ from quire.pooling.server.protocol import (
     check_numbers,
 )
 from quire.pooling.server.scoring import Windows, is_normalized
-from quire.pooling_params import PoolingParams
+from quire.pooling_params import PoolingParams, TextOptions
 
 Pooled = PoolingRequestOutput[PoolingOutput]
 
@@ -53,7 +53,7 @@ Inputs = Sequence[str | list[int]]
 
 
 @dataclass(frozen=True)
-class Job:
+class PoolingJob:
     """One HTTP request to a pooling model, with the answer's id and model name."""
 
     server: ServerState
@@ -63,7 +63,7 @@ class Job:
     model: str
 
     @classmethod
-    def of(cls, request: Request, body: EngineRequest, prefix: str) -> Job:
+    def of(cls, request: Request, body: EngineRequest, prefix: str) -> PoolingJob:
         """Check the model's name, and apply headers and key to the request.
 
         Raises:
@@ -77,7 +77,7 @@ class Job:
     @property
     def inputs(self) -> PoolingInputs:
         inputs = self.server.engine.input_processor.pooling
-        assert inputs is not None, "the route of a pooling model"
+        assert isinstance(inputs, PoolingInputs), "the route of a pooling model"
         return inputs
 
     async def run(
@@ -187,12 +187,12 @@ class Found:
 
 
 async def embed_each(
-    job: Job, inputs: Inputs, options: TextOptions, params: PoolingParams, *, in_windows: bool
+    job: PoolingJob, inputs: Inputs, options: TextOptions, params: PoolingParams, *, in_windows: bool
 ) -> Found:
     """Return the pooled output of each input; with `in_windows`, long inputs are averaged over their windows.
 
     Raises:
-        QuireError: as `Job.run`, and if the options truncate texts that are split into windows.
+        QuireError: as `PoolingJob.run`, and if the options truncate texts that are split into windows.
     """
     normalized = is_normalized(job.inputs.spec, params.use_activation)
     if not in_windows:
@@ -207,8 +207,10 @@ def cuts_by_default(body: EngineRequest, *fields: str, in_windows: bool) -> bool
     return not in_windows or bool(body.model_fields_set & {*fields})
 
 
-async def run_each(job: Job, inputs: Inputs, options: TextOptions, params: PoolingParams) -> list[Pooled]:
-    """Return the pooled output of each input. Raises as `Job.run` does."""
+async def run_each(
+    job: PoolingJob, inputs: Inputs, options: TextOptions, params: PoolingParams
+) -> list[Pooled]:
+    """Return the pooled output of each input. Raises as `PoolingJob.run` does."""
     return await job.run(params, num_chars(inputs), lambda: tokenize_each(job.inputs, inputs, options))
 
 

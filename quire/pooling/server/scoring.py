@@ -19,9 +19,9 @@ from quire.engine.prompt_forms import PromptParts, TokenizedPrompt
 from quire.entrypoints.chat.messages import TextEncoder
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
-from quire.pooling.inputs import DOCUMENT, QUERY, Compose, PoolingInputs, TextOptions
+from quire.pooling.inputs import DOCUMENT, QUERY, Compose, PoolingInputs
 from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
-from quire.pooling_params import CLASSIFY, EMBED, TOKEN_EMBED, PoolingParams
+from quire.pooling_params import CLASSIFY, EMBED, TOKEN_EMBED, PoolingParams, TextOptions
 
 Pooled = PoolingRequestOutput[PoolingOutput]
 

@@ -11,7 +11,7 @@ itself in place of a test that only preserves its distribution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,11 @@ from quire.spec_decode.drafter import Drafter, make_drafters
 from quire.spec_decode.speculation import Speculation
 from quire.spec_decode.step_costs import Clocks
 from quire.spec_decode.worker.head_chain import HeadChain, Medusa
+from quire.spec_decode.worker.jump_ahead import jump_ahead
 from quire.spec_decode.worker.proposer import ModelProposer, uses_draft_heads
 from quire.spec_decode.worker.recurrent_draft import make_draft_model
 from quire.worker.input_batch import InputBatch
-from quire.worker.jump_ahead import jump_ahead
-from quire.worker.sampler.grammar import GrammarMask
+from quire.worker.sampler import Sampler
 
 DRAFT_PREFIX = "draft."  # prefix of the draft model's layer names
 MODEL_PROPOSERS: Mapping[str, Callable[..., ModelProposer]] = {
@@ -44,7 +44,7 @@ def make_speculation(
     config: EngineConfig,
     kv_config: KVCacheConfig,
     batch: InputBatch,
-    grammars: GrammarMask,
+    sampler: Sampler,
     proposer: ModelProposer | None = None,
     clocks: Clocks | None = None,
 ) -> Speculation | None:
@@ -58,7 +58,7 @@ def make_speculation(
     settings, drafters = config.speculative.settings, dict[str, Drafter]()
     if settings.method is not None:
         _check_states(config, kv_config)
-    forced = jump_ahead(config, kv_config, batch, grammars)
+    forced = jump_ahead(config, kv_config, batch, sampler)
     if forced is not None:
         drafters["jump_ahead"] = forced
     drafters |= make_drafters(config)
@@ -66,7 +66,7 @@ def make_speculation(
         drafters[settings.method or ""] = proposer
 
     def num_allowed(request_id: str, known: NDArray[np.int32], drafts: list[int]) -> int:
-        return grammars.num_allowed(batch.row(request_id), known, drafts)
+        return sampler.num_allowed(batch.row(request_id), known, drafts)
 
     if not drafters:
         return None
@@ -92,19 +92,3 @@ def _check_states(config: EngineConfig, kv_config: KVCacheConfig) -> None:
             "--speculative-config: these draft heads have layers that keep a state, which cannot roll back after "
             "rejected drafts"
         )
-
-
-def count_kept(sampled: Sequence[int], drafts: Sequence[int], is_bad: Sequence[bool]) -> int:
-    """Return how many sampled tokens count: those that agree with the first drafts, and the next one.
-
-    Where sampling failed, the tokens before count, and the next step fails again if it must.
-
-    Args:
-        sampled: [1 + k] tokens; the first is at the first draft's position.
-        drafts: [k] draft tokens.
-        is_bad: [1 + k] True where sampling failed; the first counts in any case.
-    """
-    for place, draft in enumerate(drafts):
-        if sampled[place] != draft or is_bad[place + 1]:
-            return place + 1
-    return len(sampled)

@@ -28,9 +28,9 @@ from quire.config.speculative import EAGLE, EAGLE3, MTP
 from quire.layers.base import activation_dtype
 from quire.scheduler.output import NewRequestData
 from quire.spec_decode.drafter import NO_DRAFT, Draft, Text
+from quire.spec_decode.worker.jump_ahead import MOST as MOST_JUMP_AHEAD
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.inputs import StepInputs, StepLayout
-from quire.worker.jump_ahead import MOST as MOST_JUMP_AHEAD
 from quire.worker.pipeline import LanguageModel, Pipeline
 from quire.worker.sampler import Sampler
 from quire.worker.transfers import Transfers

@@ -12,8 +12,8 @@ from quire.structured_output.ebnf.expressions import Rules, Scanner, quoted, ref
 from quire.structured_output.ebnf.schemas import SchemaWriter
 from quire.structured_output.ecma_regex import RegexError
 from quire.structured_output.normalize import FLEXIBLE_SPACE, NO_SPACE
-from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.structural_tag import ANY, Format, TagWriter, format_of
+from quire.structured_outputs_params import StructuredOutputsParams
 
 SPACES = {FLEXIBLE_SPACE: '(" " | "\\n" ([ ]{0,20} | [\\t]{0,10}))?', NO_SPACE: '""', None: '""'}
 """`whitespace_pattern` -> EBNF."""
@@ -36,10 +36,10 @@ def ebnf_of(params: StructuredOutputsParams, special: Mapping[str, int], ends: C
         return _llama(params.grammar)
     if params.whitespace_pattern not in SPACES:
         raise refusal("a whitespace_pattern")
-    return _Writer(special, ends, SPACES[params.whitespace_pattern]).grammar(format_of(params))
+    return _EbnfWriter(special, ends, SPACES[params.whitespace_pattern]).grammar(format_of(params))
 
 
-class _Writer(TagWriter):
+class _EbnfWriter(TagWriter):
     def __init__(self, special: Mapping[str, int], ends: Collection[int], space: str) -> None:
         super().__init__(special)
         self._ends = ends

@@ -243,7 +243,7 @@ def text_rule(pattern: str) -> str:
     Raises:
         RegexError: the expression is invalid or not supported.
     """
-    return _Reader(pattern, written, _of_unicode(), '""').read()
+    return _ExpressionReader(pattern, written, _of_unicode(), '""').read()
 
 
 def string_rule(pattern: str) -> str:
@@ -254,7 +254,7 @@ def string_rule(pattern: str) -> str:
     Raises:
         RegexError: see `text_rule`.
     """
-    return _Reader(pattern, in_json, _of_ascii(), f"{in_json(ALL)}*").read()
+    return _ExpressionReader(pattern, in_json, _of_ascii(), f"{in_json(ALL)}*").read()
 
 
 @cache
@@ -276,7 +276,7 @@ def _classes(digits: CharSet) -> dict[str, CharSet]:
     return {"d": digits, "D": complement(digits), "s": space, "S": complement(space)}
 
 
-class _Reader:
+class _ExpressionReader:
     """Reader of one expression."""
 
     def __init__(

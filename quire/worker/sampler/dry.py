@@ -74,7 +74,7 @@ def _matched(tokens: Tokens) -> NDArray[np.int64]:
     return np.array(values[1:][::-1], dtype=np.int64)
 
 
-class _Row(NamedTuple):
+class _DryRow(NamedTuple):
     """Settings of a request, and its suffix lengths."""
 
     params: SamplingParams
@@ -85,7 +85,7 @@ class _Row(NamedTuple):
     suffixes: Suffixes
 
     @classmethod
-    def from_params(cls, params: SamplingParams, vocab_size: int) -> _Row:
+    def from_params(cls, params: SamplingParams, vocab_size: int) -> _DryRow:
         is_single = np.zeros(vocab_size, dtype=np.bool_)
         for breaker in params.dry_breakers:
             if not breaker.tail:
@@ -179,13 +179,13 @@ class Dry(LogitsFeature[StagedAmounts]):
         super().__init__(batch.max_num_seqs)
         self._batch = batch
         self._vocab_size = vocab_size
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _DryRow] = {}
 
     def wants(self, params: SamplingParams) -> bool:
         return params.uses_dry
 
     def _store(self, row: int, request: NewRequestData) -> None:
-        self._rows[row] = _Row.from_params(request.sampling_params, self._vocab_size)
+        self._rows[row] = _DryRow.from_params(request.sampling_params, self._vocab_size)
 
     def _forget(self, row: int) -> None:
         del self._rows[row]

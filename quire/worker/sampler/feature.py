@@ -84,6 +84,17 @@ class Feature(ABC, Generic[Staged]):
 class LogitsFeature(Feature[Staged]):
     """Feature that changes logits."""
 
+    limits_drafts: ClassVar[bool] = False
+    """True if `num_allowed` and `forced_tokens` are worth calling."""
+
+    def num_allowed(self, row: int, known: NDArray[np.int32], drafts: Sequence[int]) -> int:
+        """Return how many leading drafts after a row's known tokens could be sampled."""
+        return len(drafts)
+
+    def forced_tokens(self, row: int, known: NDArray[np.int32]) -> list[int]:
+        """Return tokens that the feature forces after a row's known tokens; perhaps not all."""
+        return []
+
     @abstractmethod
     def apply(self, logits: Tensor, staged: Staged) -> Failures | None:
         """Change logits [N, V] float32, contiguous, in place; each sample's result depends on that sample alone.

@@ -25,7 +25,7 @@ from quire.worker.sampler.feature import Failures, LogitsFeature, flat_indices
 logger = logging.getLogger(__name__)
 
 
-class _Call(NamedTuple):
+class _ProcessorCall(NamedTuple):
     """Processor calls for one sample."""
 
     sample: int
@@ -35,7 +35,7 @@ class _Call(NamedTuple):
 
 
 class StagedCalls(NamedTuple):
-    calls: list[_Call]
+    calls: list[_ProcessorCall]
 
 
 class CustomProcessors(LogitsFeature[StagedCalls]):
@@ -73,7 +73,7 @@ class CustomProcessors(LogitsFeature[StagedCalls]):
             processors, num_prompt = self._processors[row], int(self._batch.num_prompt_tokens[row])
             if processors:
                 tokens = self._batch.token_ids[row, :column].tolist()
-                calls.append(_Call(sample, processors, tokens[:num_prompt], tokens[num_prompt:]))
+                calls.append(_ProcessorCall(sample, processors, tokens[:num_prompt], tokens[num_prompt:]))
         return StagedCalls(calls) if calls else None
 
     def apply(self, logits: Tensor, staged: StagedCalls) -> Failures | None:
@@ -100,7 +100,7 @@ def _bind_to_request(processor: LogitsProcessor, params: SamplingParams) -> Requ
         return fail
 
 
-def _run(call: _Call, row: Tensor) -> str | None:
+def _run(call: _ProcessorCall, row: Tensor) -> str | None:
     """Call all processors of a sample on its logits [V]; return the failure or None."""
     for processor in call.processors:
         name = getattr(processor, "__qualname__", type(processor).__qualname__)
@@ -169,7 +169,7 @@ class Section:
         return end[begun]
 
 
-class _Row:
+class _SectionRow:
     """Section state of a request, after its first `num_followed` tokens."""
 
     def __init__(self, section: Section, tokens: NDArray[np.int32], num_prompt_tokens: int) -> None:
@@ -209,7 +209,7 @@ class ThinkingBudget(LogitsFeature[StagedForce]):
     def __init__(self, batch: InputBatch, vocab_size: int) -> None:
         super().__init__(batch.max_num_seqs)
         self._batch = batch
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _SectionRow] = {}
 
     def wants(self, params: SamplingParams) -> bool:
         return params.thinking_token_budget is not None
@@ -220,7 +220,7 @@ class ThinkingBudget(LogitsFeature[StagedForce]):
         assert params.thinking_token_budget is not None
         section = Section(params.thinking_markers, params.thinking_token_budget)
         tokens = np.array(request.token_ids, dtype=np.int32)
-        self._rows[row] = _Row(section, tokens, request.num_prompt_tokens)
+        self._rows[row] = _SectionRow(section, tokens, request.num_prompt_tokens)
 
     def _forget(self, row: int) -> None:
         del self._rows[row]

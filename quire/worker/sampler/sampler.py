@@ -24,13 +24,10 @@ from quire.logits_processors import LogitsProcessor
 from quire.plugins import FACTORY, PluginTable
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, TokenLogprobs
-from quire.structured_output.params import StructuredOutputsSettings
-from quire.structured_output.store import GrammarStore
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.chain import SamplerChain, neutral_settings
 from quire.worker.sampler.dry import Dry
 from quire.worker.sampler.feature import Failures, Feature, LogitsFeature
-from quire.worker.sampler.grammar import GrammarMask
 from quire.worker.sampler.logprobs import Logprobs, LogprobsMode, RawLogprobs, StagedLogprobs
 from quire.worker.sampler.masks import (
     AllowedTokenIds,
@@ -255,10 +252,7 @@ class Sampler:
     Args:
         logprobs_mode: numbers reported as logprobs.
         processors: logits processors of the whole engine.
-        grammars: store of compiled grammars.
-
-    Attributes:
-        grammar_mask: feature with the grammar state of each row.
+        features: further features, between the table's and the sampler chain.
     """
 
     def __init__(
@@ -269,19 +263,18 @@ class Sampler:
         *,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
         processors: Sequence[LogitsProcessor] = (),
-        grammars: GrammarStore | None = None,
+        features: Sequence[LogitsFeature[Any]] = (),
     ) -> None:
         self._batch = batch
         self._replays: dict[int, int] = {}  # row -> its tokens when added, some of which are replayed
         self._transfers = transfers
         self._mode = logprobs_mode
-        grammars = grammars or GrammarStore(StructuredOutputsSettings())
-        self.grammar_mask = GrammarMask(batch, vocab_size, grammars)
         self._logits_features = [
             *_logits_features(batch, vocab_size, processors),
-            self.grammar_mask,
+            *features,
             SamplerChain(batch, vocab_size, transfers.torch_device),
         ]
+        self._limits_of_drafts = [one for one in self._logits_features if one.limits_drafts]
         self._draw = Draw(batch, vocab_size, transfers.torch_device)
         self._logprobs = Logprobs(batch)
         self._features: list[Feature[Any]] = [*self._logits_features, self._draw, self._logprobs]
@@ -361,6 +354,16 @@ class Sampler:
         """Penalties counted by the device, if any."""
         found = (one for one in self._logits_features if isinstance(one, DevicePenalties))
         return next(found, None)
+
+    def num_allowed(self, row: int, known: NDArray[np.int32], drafts: Sequence[int]) -> int:
+        """Return how many leading drafts after a row's known tokens its features allow."""
+        counts = (one.num_allowed(row, known, drafts) for one in self._limits_of_drafts)
+        return min(counts, default=len(drafts))
+
+    def forced_tokens(self, row: int, known: NDArray[np.int32]) -> list[int]:
+        """Return tokens that a feature forces after a row's known tokens, if one does."""
+        found = (one.forced_tokens(row, known) for one in self._limits_of_drafts)
+        return next(filter(None, found), [])
 
     def sample_draft(self, logits: Tensor, samples: Samples) -> Tensor:
         """Sample from a draft model's logits [N, V] float32, contiguous, which are changed: [N] int64.

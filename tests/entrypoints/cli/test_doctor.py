@@ -13,8 +13,8 @@ from quire.entrypoints.cli import doctor
 from quire.entrypoints.cli import doctor as doctor_module
 from quire.entrypoints.cli.doctor import (
     SECTIONS,
-    Problem,
-    Section,
+    DoctorProblem,
+    ReportSection,
     instruction_set_facts,
     native_library_section,
     node_facts,
@@ -57,8 +57,10 @@ def test_text_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_report_ends_with_what_is_wrong() -> None:
-    fine = Section("Machine", {"CPU": "x"})
-    broken = Section("Native library", {"state": "missing"}, [Problem("it was not built", "install g++")])
+    fine = ReportSection("Machine", {"CPU": "x"})
+    broken = ReportSection(
+        "Native library", {"state": "missing"}, [DoctorProblem("it was not built", "install g++")]
+    )
     assert report([fine])[-1] == "Nothing is wrong."
     assert report([fine, broken])[-2:] == ["Wrong (1):", "  it was not built\n    hint: install g++"]
 

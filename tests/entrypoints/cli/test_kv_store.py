@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quire.entrypoints.cli.main import EXIT_FAILED, EXIT_USAGE, main
-from quire.kv_store.disk.segment import Layout
+from quire.kv_store.disk.segment import SegmentLayout
 from tests.kv_store.disk.rows import KEY, NAMESPACE, OTHER, ROW_BYTES, held, limit_of, opened, read, write
 
 
@@ -23,7 +23,7 @@ def listed(directory: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str
 
 def damage(directory: Path, slot: int) -> None:
     (file,) = directory.glob("*/00000001.rows")
-    layout = Layout(NAMESPACE.digest, ROW_BYTES)
+    layout = SegmentLayout(NAMESPACE.digest, ROW_BYTES)
     with file.open("r+b") as segment:
         segment.seek(layout.payloads_at(8) + slot * layout.stride)
         segment.write(b"damage")

@@ -14,7 +14,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.entrypoints.chat.media import OfflineMedia
 from quire.entrypoints.cli.main import main
 from quire.entrypoints.cli.run import model_and_prompt, names_model
-from quire.entrypoints.cli.run_chat import AnswerPrinting, Chat, read_message
+from quire.entrypoints.cli.run_chat import AnswerPrinting, ChatSession, read_message
 from quire.entrypoints.llm import LLM
 from quire.sampling_params import SamplingParams
 
@@ -50,8 +50,8 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.fixture
-def chat(engine: LLMEngine) -> Chat:
-    return Chat(AnswerPrinting(engine, OfflineMedia(engine.config)), None, GREEDY)
+def chat(engine: LLMEngine) -> ChatSession:
+    return ChatSession(AnswerPrinting(engine, OfflineMedia(engine.config)), None, GREEDY)
 
 
 def answered(llm: LLM, messages: list[dict[str, Any]]) -> str:
@@ -60,7 +60,7 @@ def answered(llm: LLM, messages: list[dict[str, Any]]) -> str:
 
 
 def test_chat_answers_as_llm_chat_with_history(
-    chat: Chat, llm: LLM, capsys: pytest.CaptureFixture[str]
+    chat: ChatSession, llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat.run(typed(QUESTION, "", "Are you sure?", "/bye", "never read"))
     first = answered(llm, [{"role": "user", "content": QUESTION}])
@@ -74,7 +74,7 @@ def test_chat_answers_as_llm_chat_with_history(
     assert chat.messages == [*history, {"role": "assistant", "content": second}]
 
 
-def test_commands_set_clear_and_help(chat: Chat, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_set_clear_and_help(chat: ChatSession, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     chat.run(
         typed(
             "/set system Be brief.", "/set max_tokens 3", "/set", "/help", QUESTION, "/clear", "/unset system"
@@ -102,7 +102,7 @@ def test_commands_set_clear_and_help(chat: Chat, llm: LLM, capsys: pytest.Captur
     ],
 )
 def test_mistake_is_a_sentence_and_changes_nothing(
-    chat: Chat, line: str, message: str, capsys: pytest.CaptureFixture[str]
+    chat: ChatSession, line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat.run(typed(line, QUESTION))
     captured = capsys.readouterr()
@@ -113,7 +113,7 @@ def test_mistake_is_a_sentence_and_changes_nothing(
 
 
 def test_interrupt_ends_the_answer_only(
-    engine: LLMEngine, chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: LLMEngine, chat: ChatSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step, calls = engine.step, 0
 

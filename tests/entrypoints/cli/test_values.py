@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.entrypoints.cli.options import HumanInt, JsonObject, Rate
+from quire.entrypoints.cli.options import HumanInt, JsonObjectType, Rate
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_minimum() -> None:
 
 
 def test_json_objects() -> None:
-    assert JsonObject().convert('{"a": [1, null]}', None, None) == {"a": [1, None]}
-    assert JsonObject().convert({"a": 1}, None, None) == {"a": 1}
+    assert JsonObjectType().convert('{"a": [1, null]}', None, None) == {"a": [1, None]}
+    assert JsonObjectType().convert({"a": 1}, None, None) == {"a": 1}
     for text in ("", "{", "[1]", "3", 3):
         with pytest.raises(click.BadParameter, match=r"not (JSON|a JSON object)"):
-            JsonObject().convert(text, None, None)
+            JsonObjectType().convert(text, None, None)
 
 
 def test_rates() -> None:

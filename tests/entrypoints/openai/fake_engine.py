@@ -51,6 +51,7 @@ class FakeTokenizer:
 
     vocab_size = num_ids = 258
     bos_token = None
+    bos_token_id = None
     named_tokens: ClassVar[dict[str, str]] = {}
     eos_token = "<|im_end|>"
     eos_token_id = 257

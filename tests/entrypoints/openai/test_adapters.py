@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quire.config import ServerConfig
-from quire.engine.file_states import adapter_request
 from quire.entrypoints.openai.app import build_app
 from quire.errors import ConfigError, StartupError
+from quire.lora.peft_config import adapter_request
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.tokenizer_files import BYTE_OF_CHAR
-from quire.entrypoints.fill_in import LAYOUTS, PREFIX, SUFFIX, FillIn, Layout
+from quire.entrypoints.fill_in import LAYOUTS, PREFIX, SUFFIX, FillIn, FillInLayout
 from quire.errors import ValidationError
 
 
@@ -22,7 +22,7 @@ def tokenizer_with(*specials: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(LAYOUTS.index(layout)))
-def test_marks_stand_around_both_texts(layout: Layout) -> None:
+def test_marks_stand_around_both_texts(layout: FillInLayout) -> None:
     marks = [part for part in layout.parts if isinstance(part, str)]
     ends = [] if layout.end is None else [layout.end]
     tokenizer = tokenizer_with(*marks, *ends)

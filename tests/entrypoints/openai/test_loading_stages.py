@@ -7,7 +7,7 @@ import pytest
 
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.supervision.progress import STAGES, LoadingState
+from quire.engine.core_progress import STAGES, LoadingState
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
 

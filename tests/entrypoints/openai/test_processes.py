@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import ServerConfig
+from quire.engine.shared_counters import CounterField, SharedCounters
 from quire.entrypoints.openai.api_server import bind
 from quire.entrypoints.openai.app import build_app
 from quire.entrypoints.openai.connection_count import SharedConnectionCount
@@ -41,7 +42,6 @@ from quire.errors import (
     ValidationError,
 )
 from quire.metrics.stats import FinishedRequestStats, IterationStats
-from quire.routing.counters import CounterField, SharedCounters
 from tests.entrypoints.openai.fake_engine import FakeEngine
 
 # Messages

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.entrypoints.openai import streaming
-from quire.entrypoints.openai.chat_completions import ChatAnswer
+from quire.entrypoints.openai.chat_completions import ChatAnswerWriter
 from quire.entrypoints.openai.connection import ResponseBody
 from quire.entrypoints.openai.protocol.responses import ChatChunk, ChatChunkChoice, ChatDelta
 from quire.entrypoints.openai.streaming import TextFrame, frame
@@ -102,7 +102,7 @@ async def test_streams_are_the_same_bytes_either_way(
     short = await streamed()
     assert short.count("data: ") > 3
     with monkeypatch.context() as patch:
-        patch.setattr(ChatAnswer, "choice", lambda *_: None)
+        patch.setattr(ChatAnswerWriter, "choice", lambda *_: None)
         assert await streamed() == short
 
 

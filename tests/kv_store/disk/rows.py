@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from quire.kv_store.disk.segment import Layout
+from quire.kv_store.disk.segment import SegmentLayout
 from quire.kv_store.disk.store import DiskStore, open_disk_store
 from quire.kv_store.row_store import NAME_BYTES, Namespace
 
@@ -40,7 +40,7 @@ def bytes_of(row: list[memoryview]) -> bytes:
 
 def limit_of(*num_slots: int, row_bytes: int = ROW_BYTES) -> int:
     """Limit with room for segments of so many slots."""
-    layout = Layout("0" * 32, row_bytes)
+    layout = SegmentLayout("0" * 32, row_bytes)
     return sum(layout.segment_bytes(count) for count in num_slots)
 
 

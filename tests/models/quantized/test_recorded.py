@@ -17,7 +17,7 @@ from quire.kernels import ops
 from quire.kernels.linear import RowQuantization
 from quire.layers.linear import Linear
 from quire.layers.quantization import FLOATS
-from quire.layers.quantized.method import Encoded, EncodedModule
+from quire.layers.quantized.method import EncodedModule, EncodedWeights
 from quire.layers.quantized.table import codec_of
 from quire.models.json_object import JsonObject
 from quire.models.quantized.reader import METHODS
@@ -42,7 +42,7 @@ def loaded(encoding: Encoding, stored: dict[str, Tensor]) -> Linear:
         in_features=record.INPUTS, out_features=record.OUTPUTS, bias=False, dtype=torch.float32, name=NAME
     )
     in_files = {name: each.to("meta") for name, each in stored.items()}
-    layer.create_weights(Encoded([EncodedModule(NAME, codec_of(encoding), in_files)], FLOATS))
+    layer.create_weights(EncodedWeights([EncodedModule(NAME, codec_of(encoding), in_files)], FLOATS))
     for name, slot in layer.slots([NAME]):
         tensor = stored[name.removeprefix(f"{NAME}.")]
         assert tuple(tensor.shape) == slot.source.stored_shape

@@ -69,7 +69,47 @@ _QWEN = {"size": {"shortest_edge": 3136, "longest_edge": 28 * 28 * 40}}
 
 _PINPOINTS = [[42 * rows, 42 * columns] for rows in range(1, 5) for columns in range(1, 5)]
 
+_TROCR = {"encoder": {"model_type": "vit", "image_size": 32, "patch_size": 8}}
+
 CASES: dict[str, Case] = {
+    "trocr": Case(
+        "VisionEncoderDecoderModel",
+        _pil("vit", "ViTImageProcessorPil"),
+        {
+            "image_processor_type": "ViTImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "do_convert_rgb": True,
+        },
+        _TROCR,
+    ),
+    "trocr-small": Case(
+        "VisionEncoderDecoderModel",
+        _pil("deit", "DeiTImageProcessorPil"),
+        {
+            "image_processor_type": "DeiTImageProcessor",
+            "size": {"height": 36, "width": 40},
+            "crop_size": {"height": 32, "width": 32},
+            "do_convert_rgb": True,
+        },
+        {"encoder": {**_TROCR["encoder"], "model_type": "deit"}},
+    ),
+    **{
+        f"donut{name}": Case(
+            "VisionEncoderDecoderModel",
+            _pil("donut", "DonutImageProcessorPil"),
+            {"size": {"height": 40, "width": 56}, "do_convert_rgb": True, **options},
+            {
+                "encoder": {
+                    "model_type": "donut-swin",
+                    "image_size": [40, 56],
+                    "depths": [1, 1],
+                    "num_heads": [1, 1],
+                }
+            },
+            ratio=40,
+        )
+        for name, options in (("", {}), ("-turned", {"do_align_long_axis": True, "resample": 3}))
+    },
     "llama4": Case(
         "Llama4ForConditionalGeneration",
         _on_torchvision,
@@ -158,6 +198,35 @@ CASES: dict[str, Case] = {
         _pil("gemma3", "Gemma3ImageProcessorPil"),
         {"size": {"height": 56, "width": 56}, "do_convert_rgb": True},
         {"mm_tokens_per_image": 4},
+    ),
+    "gemma3-crops": Case(
+        "Gemma3ForConditionalGeneration",
+        _pil("gemma3", "Gemma3ImageProcessorPil"),
+        {
+            "size": {"height": 56, "width": 56},
+            "do_pan_and_scan": True,
+            "pan_and_scan_min_crop_size": 40,
+            "pan_and_scan_max_num_crops": 4,
+            "pan_and_scan_min_ratio_to_activate": 1.2,
+        },
+        {"mm_tokens_per_image": 4},
+    ),
+    "minicpmv": Case(
+        "MiniCPMV4_6ForConditionalGeneration",
+        _pil("minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
+        {"scale_resolution": 112, "patch_size": 14, "max_slice_nums": 9},
+        processor={"use_image_id": False},
+        ratio=40,
+    ),
+    "paligemma": Case(
+        "PaliGemmaForConditionalGeneration",
+        _pil("siglip", "SiglipImageProcessorPil"),
+        {
+            "image_processor_type": "SiglipImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "image_seq_length": 16,
+        },
+        {"vision_config": {"image_size": 56, "patch_size": 14}},
     ),
     "smolvlm": Case(
         "SmolVLMForConditionalGeneration",

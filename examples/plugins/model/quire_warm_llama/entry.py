@@ -8,7 +8,7 @@ from dataclasses import replace
 from quire.config import ModelArch
 from quire.models.families.llama import read_llama
 from quire.models.json_object import JsonObject
-from quire.models.registry import ModelEntry
+from quire.models.registry import ArchitectureEntry
 
 
 def read_warm_llama(architecture: str, config: JsonObject) -> ModelArch:
@@ -17,4 +17,4 @@ def read_warm_llama(architecture: str, config: JsonObject) -> ModelArch:
     return replace(read_llama(architecture, config), logits_multiplier=1.0 / temperature)
 
 
-ENTRY = ModelEntry("quire_warm_llama.model:WarmLlamaForCausalLM", read_warm_llama)
+ENTRY = ArchitectureEntry("quire_warm_llama.model:WarmLlamaForCausalLM", read_warm_llama)

@@ -22,7 +22,7 @@ from quire.entrypoints.chat.formats.scanning import Event, Markers, Reasoning, T
 from quire.entrypoints.chat.formats.syntax import json_object
 from quire.entrypoints.chat.tool_grammar import Calls, calls_in_text, calls_only, free_text, one_call
 from quire.errors import ValidationError
-from quire.structured_output.params import PARAM
+from quire.structured_outputs_params import PARAM
 
 MARKER, TO_USER = ">>>", "all\n"
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, MutableSequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.engine.shared_counters import CounterField, CounterSlot, SharedCounters
 from quire.entrypoints.openai.errors import request_id_of, response_of
 from quire.entrypoints.openai.keys import Tenant
 from quire.errors import RateLimitError
 from quire.metrics.stats import IterationStats, StatLogger
-from quire.routing.counters import CounterField, CounterSlot, SharedCounters
 from quire.scheduler.output import SchedulerStats
 
 Clock = Callable[[], float]

@@ -29,6 +29,7 @@ from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.openapi.limits import Rule, ServerLimits, narrow
 from quire.entrypoints.openai.openapi.operation import Operation, operation_of
 from quire.entrypoints.openai.parsing import refusals
+from quire.entrypoints.openai.protocol.media_shapes import of_server
 from quire.entrypoints.openai.protocol.requests import RequestModel
 
 Schema = dict[str, Any]
@@ -68,7 +69,7 @@ DESCRIPTION = (
 
 
 @dataclass(frozen=True)
-class Status:
+class ErrorStatus:
     """Description of an error status in all APIs, and its headers besides `x-request-id`."""
 
     description: str
@@ -76,23 +77,24 @@ class Status:
 
 
 STATUSES = {
-    400: Status("A field has a value that cannot be honoured, or the body or its form is wrong."),
-    401: Status("The key is missing or wrong.", ("www-authenticate",)),
-    404: Status("The server does not know what is named."),
-    408: Status("The request did not come in in time (--read-timeout)."),
-    409: Status("Not while the server is in this state; nothing was done."),
-    413: Status("The body is larger than --max-request-bytes."),
-    415: Status("The body is not declared as JSON, or is encoded otherwise than with gzip."),
-    429: Status("The key has used up what it may use for now.", ("retry-after",)),
-    431: Status("The request has too many headers, or too long ones."),
-    500: Status("The server met an error of its own."),
-    503: Status("The model is loading, the queue is full, or the server is ending.", ("retry-after",)),
-    504: Status("The request's time was over before anything was generated.", ("x-should-retry",)),
+    400: ErrorStatus("A field has a value that cannot be honoured, or the body or its form is wrong."),
+    401: ErrorStatus("The key is missing or wrong.", ("www-authenticate",)),
+    403: ErrorStatus("The operator does not allow this."),
+    404: ErrorStatus("The server does not know what is named."),
+    408: ErrorStatus("The request did not come in in time (--read-timeout)."),
+    409: ErrorStatus("Not while the server is in this state; nothing was done."),
+    413: ErrorStatus("The body is larger than --max-request-bytes."),
+    415: ErrorStatus("The body is not declared as JSON, or is encoded otherwise than with gzip."),
+    429: ErrorStatus("The key has used up what it may use for now.", ("retry-after",)),
+    431: ErrorStatus("The request has too many headers, or too long ones."),
+    500: ErrorStatus("The server met an error of its own."),
+    503: ErrorStatus("The model is loading, the queue is full, or the server is ending.", ("retry-after",)),
+    504: ErrorStatus("The request's time was over before anything was generated.", ("x-should-retry",)),
 }
 
 
 @dataclass(frozen=True)
-class Access:
+class AccessRules:
     """Access rules; `has_keys` is false for a server that needs a key for admin routes only."""
 
     has_keys: bool
@@ -191,7 +193,8 @@ def request_schemas(models: Iterable[type[RequestModel]], limits: ServerLimits) 
     template = REFERENCE.replace("{name}", "{model}")
     _, schema = models_json_schema(wanted, ref_template=template, schema_generator=_WithoutTitles)  # type: ignore[arg-type]
     rules = limits.rules()
-    components = {name: _with_limits(one, limits, rules) for name, one in schema.get("$defs", {}).items()}
+    defined = of_server(schema.get("$defs", {}), limits.media)
+    components = {name: _with_limits(one, limits, rules) for name, one in defined.items()}
     for model, _ in wanted:
         properties = components[model.__name__]["properties"]
         rules_of = refusals(samples=model.samples)
@@ -287,7 +290,9 @@ class DescribedOperation:
 class Document:
     """Generator of the document; regenerated when the server's limits change."""
 
-    def __init__(self, routers: Sequence[APIRouter], controls: Sequence[APIRouter], access: Access) -> None:
+    def __init__(
+        self, routers: Sequence[APIRouter], controls: Sequence[APIRouter], access: AccessRules
+    ) -> None:
         self._described = [
             *_described(routers, is_control=False),
             *_described(controls, is_control=True),
@@ -296,7 +301,7 @@ class Document:
         self._written: tuple[ServerLimits, Schema] | None = None
 
     @property
-    def facts(self) -> tuple[tuple[str, ...], Access]:
+    def facts(self) -> tuple[tuple[str, ...], AccessRules]:
         """Routes and access rules: all that determines the document besides the limits."""
         return tuple(one.name for one in self._described), self._access
 

@@ -18,8 +18,8 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from quire.engine.shared_counters import CounterField, SharedCounters
 from quire.entrypoints.openai.connection_count import ConnectionCount
-from quire.routing.counters import CounterField, SharedCounters
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,10 @@ from typing import Any
 
 import msgspec
 
+from quire.adapters import AdapterRequest
 from quire.config import EngineConfig, ServerConfig
 from quire.engine.client import CoreAddress
+from quire.engine.sleep_state import EngineSleepState
 from quire.entrypoints.openai.keys import Tenant
 from quire.errors import (
     ConflictError,
@@ -29,8 +31,6 @@ from quire.errors import (
     UnavailableError,
     ValidationError,
 )
-from quire.lora_request import LoRARequest
-from quire.sleep.modes import EngineSleepState
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class SleepChanged(msgspec.Struct, tag="resting", frozen=True):
 class ServedAdapters(msgspec.Struct, tag="adapters", frozen=True):
     """Adapters to serve from now on, by name."""
 
-    served: dict[str, LoRARequest]
+    served: dict[str, AdapterRequest]
 
 
 class EngineEnded(msgspec.Struct, tag="engine_ended", frozen=True):

@@ -22,8 +22,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quire.adapters import AdapterRequest
 from quire.config import ServerConfig
 from quire.engine.client import CoreAddress
+from quire.engine.shared_counters import CounterField, CounterSlot, SharedCounters
+from quire.engine.sleep_state import EngineSleepState
 from quire.entrypoints.openai.app import build_app, keyring
 from quire.entrypoints.openai.connection import GRACEFUL_SHUTDOWN_S, http_config
 from quire.entrypoints.openai.connection_count import SharedConnectionCount
@@ -48,11 +51,8 @@ from quire.entrypoints.openai.processes.channel import (
 from quire.entrypoints.openai.service_manager import ServiceManager
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
-from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats
 from quire.processes import exit_reason, start_python
-from quire.routing.counters import CounterField, CounterSlot, SharedCounters
-from quire.sleep.modes import EngineSleepState
 from quire.supervision.progress import Heartbeat, cpu_seconds
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class ApiServerSupervisor:
     async def run_command(self, command: str, *args: Any) -> Any:
         return await self._state.execute_command(command, *args)
 
-    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+    async def share_adapters(self, adapters: Mapping[str, AdapterRequest]) -> None:
         self._send_all(ServedAdapters(dict(adapters)))
         await self.num_unfinished()  # an answer shows that earlier messages were processed
 

@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
+from quire.adapters import AdapterRequest
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.cores import BorrowedCores
+from quire.engine.shared_counters import CounterField, CounterSlot, SharedCounters
 from quire.entrypoints.openai.app import build_app
 from quire.entrypoints.openai.connection import http_config
 from quire.entrypoints.openai.connection_count import ConnectionCount, SharedConnectionCount
@@ -39,9 +41,7 @@ from quire.entrypoints.openai.processes.supervisor import count_turns
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import QuireError
 from quire.logging_setup import EXIT_FAILED, configure_logging
-from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats, StatLogger
-from quire.routing.counters import CounterField, CounterSlot, SharedCounters
 from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class SupervisorProxy:
     async def run_command(self, command: str, *args: Any) -> Any:
         return await self._channel.execute(command, *args)
 
-    async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
+    async def share_adapters(self, adapters: Mapping[str, AdapterRequest]) -> None:
         raise AssertionError("the supervisor decides which adapters are served")
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from quire.entrypoints.openai.protocol import shapes
 from quire.errors import ValidationError
-from quire.structured_output.params import PARAM, StructuredOutputsParams, structured_outputs_of
+from quire.structured_outputs_params import PARAM, StructuredOutputsParams, structured_outputs_of
 
 Constraint = dict[str, Any]
 SPACES = "guided_whitespace_pattern"

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.entrypoints.openai.protocol.constraints import OTHER_NAMES, SPACES
 from quire.sampling_params import MAX_BEAM_WIDTH
-from quire.structured_output.params import PARAM
+from quire.structured_outputs_params import PARAM
 
 Schema = dict[str, Any]
 

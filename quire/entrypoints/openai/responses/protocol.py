@@ -16,6 +16,7 @@ from pydantic import Field, WithJsonSchema
 from quire.entrypoints.openai.parsing import FieldRules
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.constraints import StructuredOutputs
+from quire.entrypoints.openai.protocol.media_shapes import media_parts
 from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has, has_items
 from quire.entrypoints.openai.protocol.requests import Objects, SamplerFields, TemplateOptions
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob
@@ -57,12 +58,13 @@ TEXT = FieldRules(
 )
 
 # `conversation.chat_fields` reads these.
-CONTENT = any_of(shapes.TEXT, array(text_parts(TEXT_PARTS)))
+_PARTS = (text_parts(TEXT_PARTS), *media_parts("input_image"))
+CONTENT = any_of(shapes.TEXT, array(any_of(*_PARTS)))
 OUTPUT = any_of(
     shapes.TEXT,
     array(
         any_of(
-            text_parts(TEXT_PARTS),
+            *_PARTS,
             object_of({"stdout": shapes.TEXT}, {"type": shapes.NULL, "stderr": shapes.TEXT}),
         )
     ),
@@ -388,12 +390,12 @@ class ReasoningDone(PartEvent, tag="response.reasoning_text.done", kw_only=True)
     text: str
 
 
-class TextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
+class OutputTextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
     delta: str
     logprobs: list[TokenLogprob]
 
 
-class TextDone(PartEvent, tag="response.output_text.done", kw_only=True):
+class OutputTextDone(PartEvent, tag="response.output_text.done", kw_only=True):
     text: str
     logprobs: list[TokenLogprob]
 
@@ -411,7 +413,7 @@ class ArgumentsDone(Event, tag="response.function_call_arguments.done", kw_only=
     arguments: str
 
 
-class InputDelta(Event, tag="response.custom_tool_call_input.delta", kw_only=True):
+class CustomInputDelta(Event, tag="response.custom_tool_call_input.delta", kw_only=True):
     item_id: str
     output_index: int
     delta: str
@@ -425,5 +427,6 @@ class InputDone(Event, tag="response.custom_tool_call_input.done", kw_only=True)
 
 AnyEvent = (
     Created | InProgress | Completed | EndedIncomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone
-    | ReasoningDelta | ReasoningDone | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone | InputDelta | InputDone
+    | ReasoningDelta | ReasoningDone | OutputTextDelta | OutputTextDone | ArgumentsDelta | ArgumentsDone
+    | CustomInputDelta | InputDone
 )  # fmt: skip  # Events of a stream.

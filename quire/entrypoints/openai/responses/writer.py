@@ -25,11 +25,11 @@ from quire.entrypoints.openai.responses.protocol import (
     Completed,
     Created,
     CustomCallItem,
+    CustomInputDelta,
     EndedIncomplete,
     Failed,
     Incomplete,
     InProgress,
-    InputDelta,
     InputDetails,
     InputDone,
     Item,
@@ -38,6 +38,8 @@ from quire.entrypoints.openai.responses.protocol import (
     MessageItem,
     OutputDetails,
     OutputText,
+    OutputTextDelta,
+    OutputTextDone,
     PartAdded,
     PartDone,
     Problem,
@@ -48,8 +50,6 @@ from quire.entrypoints.openai.responses.protocol import (
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
-    TextDelta,
-    TextDone,
 )
 from quire.entrypoints.openai.responses.tools import ResponseTools
 from quire.entrypoints.openai.streaming import COMMENT, StreamFormat
@@ -145,7 +145,9 @@ class ResponseWriter:
         self._pieces.append(piece.content)
         logprobs, self._held_logprobs = self._held_logprobs + piece.logprobs, []
         item.content[0].logprobs += logprobs
-        yield TextDelta(item_id=item.id, output_index=self._index, delta=piece.content, logprobs=logprobs)
+        yield OutputTextDelta(
+            item_id=item.id, output_index=self._index, delta=piece.content, logprobs=logprobs
+        )
 
     def _call(self, call: ToolCallMessage) -> Iterator[msgspec.Struct]:
         assert isinstance(call.index, int)
@@ -181,7 +183,7 @@ class ResponseWriter:
             yield ArgumentsDone(item_id=item.id, output_index=self._index, name=item.name, arguments=whole)
         elif isinstance(item, CustomCallItem):
             item.input = custom_input(whole)
-            yield InputDelta(item_id=item.id, output_index=self._index, delta=item.input)
+            yield CustomInputDelta(item_id=item.id, output_index=self._index, delta=item.input)
             yield InputDone(item_id=item.id, output_index=self._index, input=item.input)
         elif isinstance(item, ReasoningItem):
             (thought,) = item.content
@@ -191,7 +193,9 @@ class ResponseWriter:
         else:
             (part,) = item.content
             part.text = whole
-            yield TextDone(item_id=item.id, output_index=self._index, text=whole, logprobs=part.logprobs)
+            yield OutputTextDone(
+                item_id=item.id, output_index=self._index, text=whole, logprobs=part.logprobs
+            )
             yield PartDone(item_id=item.id, output_index=self._index, part=part)
         yield ItemDone(output_index=self._index, item=item)
 

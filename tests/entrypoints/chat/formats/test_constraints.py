@@ -26,9 +26,9 @@ from quire.errors import ValidationError
 from quire.structured_output.backend import Masks, Matcher
 from quire.structured_output.guidance import GuidanceBackend
 from quire.structured_output.normalize import normalize
-from quire.structured_output.params import StructuredOutputsSettings
 from quire.structured_output.structural_tag import as_tag
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_outputs_params import StructuredOutputsSettings
+from quire.vocabulary import Vocabulary
 
 ROWS = [row for row in FORMATS if row.name != "openai"]
 BY_NAME = {row.name: row for row in ROWS}

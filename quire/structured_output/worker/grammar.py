@@ -8,21 +8,26 @@ that nothing can continue, ends only its own request.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.config import EngineConfig
 from quire.kernels import ops
+from quire.layers.shard import Shard
+from quire.models.stages import Stage
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.structured_output.backend import EVERYTHING, GrammarError, Masks, Matcher
-from quire.structured_output.params import FAULT, StructuredOutputsParams
 from quire.structured_output.store import GrammarStore
+from quire.structured_outputs_params import FAULT, StructuredOutputsParams
+from quire.worker.devices import Device
+from quire.worker.feature import WorkerFeature
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.feature import Failures, LogitsFeature
 
@@ -60,6 +65,7 @@ class GrammarMask(LogitsFeature[StagedMask]):
     """
 
     reads_tokens = True
+    limits_drafts = True
 
     def __init__(self, batch: InputBatch, vocab_size: int, grammars: GrammarStore) -> None:
         super().__init__(batch.max_num_seqs)
@@ -118,6 +124,37 @@ class GrammarMask(LogitsFeature[StagedMask]):
         if len(staged.endings):
             logits.view(-1)[staged.endings] = 0.0
         return staged.failed
+
+
+class WorkerGrammars(WorkerFeature):
+    """Grammars of one worker's requests."""
+
+    def __init__(self, config: EngineConfig, device: Device, shard: Shard, stage: Stage) -> None:
+        super().__init__(config, device, shard, stage)
+        # Ranks must sample the same tokens but measure different times: rank 0 enforces the time limit, or, where each
+        # rank has a scheduler, none does.
+        limits_time = shard.rank == 0 and not config.parallel.plans_on_each_rank
+        self.store = GrammarStore(config.structured_outputs.settings, limits_time=limits_time)
+
+    @classmethod
+    def is_wanted(cls, config: EngineConfig) -> bool:
+        return config.pooling is None
+
+    @property
+    def calls(self) -> Mapping[str, Callable[..., Any]]:
+        return {"use_vocabulary": self.store.use_vocabulary, "prepare_grammar": self.store.prepare}
+
+    def make_logits_feature(self, batch: InputBatch, vocab_size: int) -> GrammarMask:
+        return GrammarMask(batch, vocab_size, self.store)
+
+    def launch_kernels(self) -> None:
+        device, vocab_size = self._device.transfers.torch_device, self._config.arch.vocab_size
+        logits = torch.zeros(1, vocab_size, device=device)
+        words = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=device)
+        ops.mask_logits(logits, torch.zeros(1, dtype=torch.int64, device=device), words)
+
+    def close(self) -> None:
+        self.store.close()
 
 
 class ConstrainedText:

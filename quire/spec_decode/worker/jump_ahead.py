@@ -14,7 +14,7 @@ from quire.config import EngineConfig
 from quire.kv_cache.spec import KVCacheConfig
 from quire.spec_decode.drafter import CERTAIN, NO_DRAFT, Draft, Text
 from quire.worker.input_batch import InputBatch
-from quire.worker.sampler.grammar import GrammarMask
+from quire.worker.sampler import Sampler
 
 MAX_REQUESTS = 4  # in larger steps every row costs, so a wrong draft loses what a right one gains
 MOST = 8  # default number of drafts
@@ -24,7 +24,7 @@ MIN_LAYER_WIDTHS = (
 
 
 def jump_ahead(
-    config: EngineConfig, kv_config: KVCacheConfig, batch: InputBatch, grammars: GrammarMask
+    config: EngineConfig, kv_config: KVCacheConfig, batch: InputBatch, sampler: Sampler
 ) -> JumpAhead | None:
     """Return the jump-ahead drafter of this engine, or None.
 
@@ -35,7 +35,7 @@ def jump_ahead(
     if most is None:
         most = MOST if config.arch.num_layers * config.arch.hidden_size >= MIN_LAYER_WIDTHS else 0
     useless = config.num_tokens_ahead > 0 or not kv_config.rolls_back
-    return JumpAhead(batch, grammars, most) if most and not useless else None
+    return JumpAhead(batch, sampler, most) if most and not useless else None
 
 
 class JumpAhead:
@@ -43,15 +43,15 @@ class JumpAhead:
 
     Args:
         batch: rows of the requests.
-        grammars: grammar state of each row.
+        sampler: has the grammar state of each row.
         most: most drafts of a request.
     """
 
     keys: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, batch: InputBatch, grammars: GrammarMask, most: int) -> None:
+    def __init__(self, batch: InputBatch, sampler: Sampler, most: int) -> None:
         self._batch = batch
-        self._grammars = grammars
+        self._sampler = sampler
         self._most = most
 
     def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:
@@ -60,7 +60,7 @@ class JumpAhead:
         return [Draft(self._forced(text)[: self._most], CERTAIN) for text in texts]
 
     def forget(self, request_id: str) -> None:
-        """Do nothing: `GrammarMask` holds the state."""
+        """Do nothing: the sampler holds the state."""
 
     def _forced(self, text: Text) -> list[int]:
-        return self._grammars.forced_tokens(self._batch.row(text.request_id), text.token_ids)
+        return self._sampler.forced_tokens(self._batch.row(text.request_id), text.token_ids)

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared-memory counters of a server's API processes, core loads, and prefix cache deltas for routing.
+"""Shared-memory counters of a server's API processes: queues, tenants' accounts, loads of cores.
 
 Invariant of `SharedCounters`: every process writes only its own slot (except `HANDED`, which the first process writes
 for all), and all may read. So no process waits for another, and the slot of a dead one is known to be at rest. Tenant
 accounts, which several write, are written under the lock, which the kernel releases for a dead process.
-
-`Loads`: each front end counts its own requests in its slot and reads totals over all.
-
-Cache deltas: applying all deltas of a core in order yields the blocks stored on its device since then, each identified
-by a prefix of its hash. A collision only makes an estimate wrong.
 """
 
 from __future__ import annotations
@@ -16,71 +11,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import IO
-
-import msgspec
-
-from quire.kv_cache.events import DEVICE, AllBlocksCleared, BlockStored, KVCacheEvent
-from quire.kv_cache.hashing import BlockHash
-
-KEY_BYTES = 8
-_FIRST_GROUP = 0  # Groups of a hybrid model share the hashes, and mostly keep and lose the same blocks.
-
-
-class CacheDelta(msgspec.Struct, array_like=True, frozen=True):
-    """Changes of a prefix cache: cleared first, if so, then stored and lost blocks, as concatenated keys."""
-
-    stored: bytes
-    lost: bytes
-    is_cleared: bool = False
-
-
-class CacheDeltaBuffer:
-    """Buffer of KV cache events until the next delta is taken."""
-
-    def __init__(self) -> None:
-        self._is_cleared = False
-        self._is_stored: dict[bytes, bool] = {}
-
-    def note(self, events: Iterable[KVCacheEvent]) -> None:
-        """Add events in the order in which they happened."""
-        for event in events:
-            if isinstance(event, AllBlocksCleared):
-                self._is_cleared = True
-                self._is_stored.clear()
-            elif (event.medium, event.group_idx) == (DEVICE, _FIRST_GROUP):
-                keys = (_key(block_hash) for block_hash in event.block_hashes)
-                self._is_stored.update(dict.fromkeys(keys, isinstance(event, BlockStored)))
-
-    def take(self) -> CacheDelta | None:
-        """Return the changes since the last call, if there were any."""
-        found, self._is_stored = self._is_stored, {}
-        is_cleared, self._is_cleared = self._is_cleared, False
-        if not found and not is_cleared:
-            return None
-        stored, lost = (
-            b"".join(key for key, is_there in found.items() if is_there is wanted) for wanted in (True, False)
-        )
-        return CacheDelta(stored, lost, is_cleared)
-
-
-def block_keys(hashes: Iterable[BlockHash]) -> list[int]:
-    """Return the keys by which deltas identify blocks."""
-    return [int.from_bytes(block_hash[:KEY_BYTES], "big") for block_hash in hashes]
-
-
-def delta_keys(keys: bytes) -> Iterator[int]:
-    """Yield the keys of a delta."""
-    return (int.from_bytes(keys[at : at + KEY_BYTES], "big") for at in range(0, len(keys), KEY_BYTES))
-
-
-def _key(block_hash: BlockHash | int) -> bytes:
-    assert isinstance(block_hash, bytes), "deltas are recorded before hashes are shortened for subscribers"
-    return block_hash[:KEY_BYTES]
-
 
 WORD = 8
 ACCOUNT = 4  # Numbers of one tenant's account.
@@ -98,7 +32,7 @@ class CounterField(IntEnum):
     TURNS = 6  # Iterations of the process's event loop, as its heartbeat.
 
 
-class Load(IntEnum):
+class LoadCounter(IntEnum):
     """Counters per core of the engine, following those."""
 
     SEQUENCES = 0  # In flight.
@@ -165,7 +99,7 @@ class SharedCounters:
     def put(self, index: int, column: int, value: float) -> None:
         self._cells[index * self._width + column] = value
 
-    def load_column(self, core: int, load: Load) -> int:
+    def load_column(self, core: int, load: LoadCounter) -> int:
         return _width(self.num_tenants, core) + load
 
     def account(self, tenant: int) -> memoryview[float]:
@@ -207,26 +141,4 @@ class CounterSlot:
 
 def _width(num_tenants: int, num_cores: int) -> int:
     """Return the number of counters per slot."""
-    return len(CounterField) + num_tenants + num_cores * len(Load)
-
-
-class Loads:
-    """Loads of `num_cores` cores.
-
-    Args:
-        slot: slot of shared counters of that size; None: there are no other front ends.
-    """
-
-    def __init__(self, num_cores: int, slot: CounterSlot | None = None) -> None:
-        self._slot = slot or SharedCounters(1, num_cores=num_cores).slot(0)
-
-    def of(self, core: int, load: Load) -> float:
-        """Return the total over all front ends."""
-        return self._slot.total(self._slot.counters.load_column(core, load))
-
-    def add(self, core: int, load: Load, amount: float) -> None:
-        self._slot.add(self._slot.counters.load_column(core, load), amount)
-
-    def put(self, core: int, load: Load, value: float) -> None:
-        """Set this front end's value."""
-        self._slot.put(self._slot.counters.load_column(core, load), value)
+    return len(CounterField) + num_tenants + num_cores * len(LoadCounter)

@@ -9,49 +9,43 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
-from quire.engine.step_loop import Clock, StepLoop
-from quire.errors import ConflictError
+from quire.config import EngineConfig
+from quire.engine.core_feature import CoreFeature
+from quire.engine.sleep_state import MEMORY_TAGS, WEIGHTS, EngineSleepState
+from quire.engine.step_loop import Clock
+from quire.errors import ConflictError, StartupError, ValidationError
 from quire.executor.base import Executor
 from quire.processes import collect_garbage
-from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import Scheduler
-from quire.sleep.modes import MEMORY_TAGS, WEIGHTS, EngineSleepState
-from quire.supervision.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 
-class Sleeper:
-    """Sleep mode of a scheduler and an executor.
+class Sleeper(CoreFeature):
+    """Sleep mode of a scheduler and an executor."""
 
-    Args:
-        tell: receives the updates of requests whose steps were in flight.
-        progress: notified of work that may take as long as loading.
-        check_files: raises StartupError if the model's files are no longer those of the start.
-    """
+    vital = frozenset({"sleep", "wake_up", "commit_weights", "forget_cache"})
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        executor: Executor,
-        loop: StepLoop,
-        clock: Clock,
-        tell: Callable[[list[RequestUpdate]], None],
-        progress: Progress | None,
-        check_files: Callable[[], None],
-    ) -> None:
-        self._scheduler = scheduler
-        self._executor = executor
-        self._loop = loop
-        self._clock = clock
-        self._tell = tell
-        self._progress = progress
-        self._check_files = check_files
+    def __init__(self, config: EngineConfig, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
+        super().__init__(config, executor, scheduler, clock)
         self.rest = EngineSleepState()
+
+    @property
+    def utilities(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
+            "forget_cache": self.forget_cache,
+            "prepare_weights": self.prepare_weights,
+            "commit_weights": self.commit_weights,
+            "drop_weights": self._executor.drop_weights,
+        }
 
     def sleep(self, level: int) -> list[str]:
         """Enter a sleep level, or a deeper one; return the tags that sleep."""
+        self._core.settle()
         self.begin()
         self._scheduler.pause(self._clock())
         self._drain()
@@ -93,35 +87,59 @@ class Sleeper:
 
     def begin(self) -> None:
         """Mark the beginning of work that may take as long as loading."""
-        if self._progress is not None:
-            self._progress.load()
+        if self._core.progress is not None:
+            self._core.progress.load()
 
     def forget(self) -> None:
         """Discard all cached content; retained requests are computed again. The scheduler is paused."""
         self._scheduler.forget(self._clock())
         self._drain()
 
-    def replace_weights(self, check_files: Callable[[], None]) -> None:
-        """Use the weights that the executor has prepared; the scheduler is paused.
+    def forget_cache(self) -> None:
+        """Discard all cached content of a paused core."""
+        self.check_paused()
+        self._core.settle()
+        self.forget()
 
-        Args:
-            check_files: of the new weights, see the class.
+    def prepare_weights(self, model_dir: str) -> None:
+        """Load weights beside those in use; none if this core was started with them.
+
+        Raises:
+            ClientError: the core is not paused, or the weights do not fit.
         """
+        self.check_paused()
+        if self._core.has_weights_of(model_dir):
+            return
+        self._core.settle()
+        self._core.check_new_weights()
+        self.begin()
+        try:
+            self._executor.prepare_weights(model_dir)
+        except StartupError as error:
+            words = str(error).replace(f"{model_dir}/", "").replace(model_dir, "the update")
+            raise ValidationError(words) from None
+
+    def commit_weights(self, model_dir: str) -> None:
+        """Use the prepared weights; nothing computed with the old ones is left."""
+        if self._core.has_weights_of(model_dir):
+            return
+        self.check_paused()
+        self._core.settle()
         self.begin()
         self._drain()
         self.forget()
         self._executor.commit_weights()
-        self._check_files = check_files
+        self._core.use_weights_of(model_dir)
 
     def _wake(self, tag: str) -> None:
         rereads = tag == WEIGHTS and self.rest.level > 1
         if rereads:
-            self._check_files()
+            self._core.check_files()
         self._executor.wake_up(tag)
         if rereads:
-            self._check_files()  # files may have changed while they were read
+            self._core.check_files()  # files may have changed while they were read
 
     def _drain(self) -> None:
         """Process the results of steps in flight, and have the worker free removed requests."""
         while self._scheduler.has_work():
-            self._tell(self._loop.step())
+            self._core.run_step()

@@ -23,7 +23,7 @@ KINDS = {
 }
 """Suffix of an architecture's name -> purpose."""
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
-_ENDS = dict.fromkeys((*_LANGUAGE_MODELS, "MTModel"), GENERATES) | KINDS
+_ENDS = dict.fromkeys((*_LANGUAGE_MODELS, "MTModel", "EncoderDecoderModel"), GENERATES) | KINDS
 
 
 class ArchitectureKind(NamedTuple):

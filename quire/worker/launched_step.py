@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step in flight on the device, from its launch to its result.
+
+Invariant: a result is read once, and reading it writes the sampled tokens to the host's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.scheduler.output import ModelRunnerOutput, Pooled, TokenLogprobs
+from quire.worker.input_batch import InputBatch, TokenPlaces
+from quire.worker.sampler import NON_FINITE, SamplerOutput
+from quire.worker.sampling import PromptEntries, SampledPart
+from quire.worker.transfers import Mark
+
+Value = TypeVar("Value")
+
+
+class Marks(NamedTuple):
+    """Device marks of a step: before it, after its forward pass, and after all downloads."""
+
+    started: Mark
+    forwarded: Mark
+    done: Mark
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Results of a step, by request index within the step."""
+
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    pooled: dict[int, Pooled] = field(default_factory=dict)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    """Drafts for the next plan, by request id."""
+
+
+class SampledTokens(NamedTuple):
+    """Samples of a step on their way to the host."""
+
+    indices: NDArray[np.int64]
+    """[N] index, in the step, of each sample's request."""
+    parts: Sequence[SampledPart]
+    """Parts of the samples, in order."""
+    places: TokenPlaces
+    """[N] places of the tokens in the host's rows."""
+    drafts: dict[int, list[int]]
+    """Verified drafts, by request index."""
+    further: Sequence[NDArray[np.int64]] = ()
+    """[N] tokens of each further multi-step decode round."""
+    further_s: float = 0.0
+    """Seconds of these rounds, nearly all of it forward passes."""
+
+    def read(self, batch: InputBatch) -> Outcome:
+        """Write the downloaded tokens to the batch and return the outcome."""
+        output = self._join()
+        batch.set_tokens(self.places, output.token_ids)
+        if self.drafts:
+            return self._verified(output, batch)
+        for count, token_ids in enumerate(self.further, 1):
+            batch.set_tokens(self.places._replace(columns=self.places.columns + count), token_ids)
+        indices, rounds = self.indices.tolist(), (output.token_ids, *self.further)
+        tokens = [list(of_request) for of_request in zip(*(one.tolist() for one in rounds), strict=True)]
+        return Outcome(
+            dict(zip(indices, tokens, strict=True)),
+            {indices[sample]: [entry] for sample, entry in output.logprobs.items()},
+            {indices[sample]: reason for sample, reason in output.failed.items()},
+        )
+
+    def known_tokens(self, batch: InputBatch, outcome: Outcome) -> dict[int, NDArray[np.int32]]:
+        """Return all tokens up to those of the outcome, for the requests that continue."""
+        indices, firsts = self._firsts()
+        rows, columns, generations, _ = self.places.at(firsts)
+        return {
+            index: batch.token_ids[row, : column + len(outcome.token_ids[index])]
+            for index, row, column, generation in zip(
+                indices.tolist(), rows, columns, generations, strict=True
+            )
+            if index not in outcome.failed and generation == batch.generations[row]
+        }
+
+    def _firsts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return [R] each request that sampled and the index of its first sample; its samples are adjacent."""
+        is_first = np.ones(len(self.indices), dtype=np.bool_)
+        np.not_equal(self.indices[1:], self.indices[:-1], out=is_first[1:])
+        firsts = is_first.nonzero()[0]
+        return self.indices[firsts], firsts
+
+    def _join(self) -> SamplerOutput:
+        """Concatenate the parts to the output of all N samples."""
+        outputs = [part.read() for part in self.parts]
+        if len(outputs) == 1:
+            return outputs[0]
+        joined = SamplerOutput(np.zeros(len(self.indices), dtype=np.int64), {}, {})
+        first = 0
+        for token_ids, logprobs, failed in outputs:
+            joined.token_ids[first : first + len(token_ids)] = token_ids
+            joined.logprobs.update({first + sample: entry for sample, entry in logprobs.items()})
+            joined.failed.update({first + sample: reason for sample, reason in failed.items()})
+            first += len(token_ids)
+        return joined
+
+    def _verified(self, output: SamplerOutput, batch: InputBatch) -> Outcome:
+        """Return the outcome where requests have drafts: only the samples up to the first rejection count."""
+        outcome, tokens = Outcome(), output.token_ids.tolist()
+        indices, firsts = self._firsts()
+        for index, first in zip(indices.tolist(), firsts.tolist(), strict=True):
+            drafts = self.drafts.get(index, [])
+            is_bad = [sample in output.failed for sample in range(first, first + 1 + len(drafts))]
+            sampled = tokens[first : first + 1 + len(drafts)]
+            outcome.token_ids[index] = sampled[: count_kept(sampled, drafts, is_bad)]
+            if first in output.failed:
+                outcome.failed[index] = output.failed[first]
+            if first in output.logprobs:
+                last = first + len(outcome.token_ids[index])
+                outcome.logprobs[index] = [output.logprobs[sample] for sample in range(first, last)]
+        drafted = [place for place, index in enumerate(indices.tolist()) if index in self.drafts]
+        num_kept = [len(outcome.token_ids[index]) for index in indices[drafted].tolist()]
+        batch.keep(self.places.at(firsts[drafted]), np.array(num_kept))
+        return outcome
+
+
+class StepPart(Protocol):
+    """Part of a launched step that belongs to a feature."""
+
+    def complete(self, step: LaunchedStep, outcome: Outcome) -> None:
+        """Add the feature's results to the outcome, once the step's downloads have arrived."""
+
+
+@dataclass(eq=False, slots=True)
+class LaunchedStep:
+    """Launched step, whose result is read when the device is done."""
+
+    step_id: int
+    request_ids: list[str]
+    """Requests of the step, in its order."""
+    unusable: dict[str, str]
+    """Requests that got no row, with the reason."""
+    marks: Marks
+    batch: InputBatch
+    sampled: SampledTokens | None = None
+    prompts: list[PromptEntries] = field(default_factory=list)
+    parts: Sequence[StepPart] = ()
+    """Parts of features, which complete the outcome in this order."""
+    width: int = 0
+    """Tokens computed; 0 if the step also computes prompts."""
+    _result: ModelRunnerOutput | None = None
+
+    @property
+    def is_read(self) -> bool:
+        return self._result is not None
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the device and return the output; further calls return the same output."""
+        if self._result is None:
+            self.marks.done.wait()
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> ModelRunnerOutput:
+        ids, outcome, further_s = self.request_ids, Outcome(), 0.0
+        if self.sampled is not None:
+            outcome, further_s = self.sampled.read(self.batch), self.sampled.further_s
+        failed = outcome.failed
+        prompts = {prompt.request: prompt.read() for prompt in self.prompts}
+        failed.update({index: NON_FINITE for index, entries in prompts.items() if entries is None})
+        found = {index: entries for index, entries in prompts.items() if entries is not None}
+        for part in self.parts:
+            part.complete(self, outcome)
+
+        def by_id(values: Mapping[int, Value]) -> dict[str, Value]:
+            return {ids[index]: value for index, value in values.items() if index not in failed}
+
+        return ModelRunnerOutput(
+            step_id=self.step_id,
+            sampled_token_ids=by_id(outcome.token_ids),
+            logprobs=by_id(outcome.logprobs),
+            prompt_logprobs=by_id(found),
+            pooled=by_id(outcome.pooled),
+            failed=self.unusable | {ids[index]: reason for index, reason in failed.items()},
+            draft_token_ids=outcome.drafts,
+            forward_s=self.marks.forwarded.seconds_since(self.marks.started) + further_s,
+            sample_s=self.marks.done.seconds_since(self.marks.forwarded) - further_s,
+        )
+
+
+def count_kept(sampled: Sequence[int], drafts: Sequence[int], is_bad: Sequence[bool]) -> int:
+    """Return how many sampled tokens count: those that agree with the first drafts, and the next one.
+
+    Where sampling failed, the tokens before count, and the next step fails again if it must.
+
+    Args:
+        sampled: [1 + k] tokens; the first is at the first draft's position.
+        drafts: [k] draft tokens.
+        is_bad: [1 + k] True where sampling failed; the first counts in any case.
+    """
+    for place, draft in enumerate(drafts):
+        if sampled[place] != draft or is_bad[place + 1]:
+            return place + 1
+    return len(sampled)
