@@ -155,10 +155,11 @@ def _check_both_ways(media: Sequence[MediaItem], num_prompt_tokens: int, max_num
         )
     for first, last in both_ways(media):
         if last - first > max_num_batched_tokens:
+            number = sum(item.start <= first for item in media) - 1
             name = (
-                "the prompt with its images"
-                if prefix is not None
-                else f"the {media[0].kind} at position {first}"
+                f"{media[number].kind} {number} of the prompt"
+                if prefix is None
+                else "the prompt with its images"
             )
             raise ValidationError(
                 f"{name} takes {last - first} tokens, which this model computes in one step, and a step takes "

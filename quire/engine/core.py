@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig
-from quire.engine.core_feature import core_features
+from quire.engine.core_feature import core_features, users_of
 from quire.engine.core_progress import ProgressFile
 from quire.engine.file_states import check_files, states_of
 from quire.engine.kv_events import create_publisher
@@ -93,6 +93,10 @@ class EngineCore:
                 self.scheduler = recorded(self.scheduler, self._trace)
             self._features = core_features(config, self.executor, self.scheduler, clock)
             self._publisher = create_publisher(config)
+        self._with_work = users_of("has_work", self._features)
+        self._advancing = users_of("advance", self._features)
+        self._stepped = users_of("stepped", self._features)
+        self._with_stats = users_of("add_stats", self._features)
         self._event_readers = [feature for feature in self._features if feature.reads_kv_events]
         self.progress = progress
         self._lockstep = lockstep
@@ -129,7 +133,9 @@ class EngineCore:
         """Return whether a step would do something, including reporting that the core is dead."""
         has_output = bool(self._pending_updates) or self._failure is not None
         is_behind = self._lockstep is not None and self._lockstep.is_behind
-        return has_output or is_behind or self.scheduler.has_work() or any(f.has_work for f in self._features)
+        return (
+            has_output or is_behind or self.scheduler.has_work() or any(f.has_work for f in self._with_work)
+        )
 
     @property
     def patience_s(self) -> float | None:
@@ -144,12 +150,13 @@ class EngineCore:
             EngineDeadError: the core failed before.
         """
         with self._fail_core_on_error():
-            for feature in self._features:
+            for feature in self._advancing:
                 self._queue_updates(feature.advance())
             updates, self._pending_updates = self._pending_updates + self._take_step(), []
             stats = self.scheduler.stats()
-            for feature in self._features:
+            for feature in self._stepped:
                 feature.stepped(updates)
+            for feature in self._with_stats:
                 feature.add_stats(stats)
             self._publish_events()
             return EngineCoreOutputs(updates, stats, self._clock(), cache=self._pop_cache_delta())

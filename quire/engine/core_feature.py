@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
 from quire.config import EngineConfig
@@ -131,6 +131,15 @@ class CoreFeature:
     def close(self) -> None:
         """Release what the feature itself has opened."""
         return None
+
+
+def users_of(hook: str, features: Iterable[CoreFeature]) -> tuple[CoreFeature, ...]:
+    """Return the features that define a method or property of `CoreFeature` of their own.
+
+    Hooks of each step are called for these only.
+    """
+    empty = getattr(CoreFeature, hook)
+    return tuple(feature for feature in features if getattr(type(feature), hook) is not empty)
 
 
 def core_features(

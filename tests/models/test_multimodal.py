@@ -133,7 +133,8 @@ def test_keys_beside_each_other_with_three_positions_of_a_token(tmp_path: Path) 
 def test_unknown_language_model_is_refused(tmp_path: Path) -> None:
     values = GEMMA3_4B | {"text_config": {"model_type": "mamba"}}
     with pytest.raises(
-        UnsupportedModelError, match=r"text_config: model_type = \"mamba\" .*one of gemma3_text"
+        UnsupportedModelError,
+        match=r"text_config: model_type = \"mamba\" .*one of gemma, gemma2, gemma3_text",
     ):
         read(tmp_path, values)
 
