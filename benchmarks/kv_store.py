@@ -2,6 +2,7 @@
 """Rates of the KV cache's disk store beside plain reads and writes of the same files.
 
     python -m benchmarks.kv_store [--directory /var/tmp] [--num-rows 1000] [--pieces 24] [--piece-bytes 8192]
+    python -m benchmarks.kv_store engines restart|step|decode|apart  # whole engines: `benchmarks.kv_store_engines`
 
 Rows are scattered in memory as those of an engine are: one piece for each cache tensor. `plain` moves the same pieces
 at the same offsets of the same files, without checksums and index. Pairs alternate, and the best round of each counts,
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks import kv_store_engines
 from quire.kv_store.disk.segment import PAGE, SegmentLayout
 from quire.kv_store.disk.store import DiskStore, open_disk_store
 from quire.kv_store.row_store import NAME_BYTES, Namespace, Row
@@ -93,6 +96,9 @@ class Bench:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["engines"]:
+        kv_store_engines.main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -7,8 +7,20 @@ rest to `quire.lora`. Clients know the same class as `quire.lora_request.LoRAReq
 
 from __future__ import annotations
 
-from quire.lora_request import LoRARequest, name_in
+from typing import Protocol
 
-__all__ = ["AdapterRequest", "name_in"]
+from quire.lora_request import LoRARequest, name_in, outlives_engine
+
+__all__ = ["AdapterContents", "AdapterRequest", "name_in", "outlives_engine"]
 
 AdapterRequest = LoRARequest
+
+
+class AdapterContents(Protocol):
+    """Digests of the contents of adapters; safe between threads."""
+
+    def is_complete(self, request: AdapterRequest) -> bool:
+        """Return whether `completed` reads no files."""
+
+    def completed(self, request: AdapterRequest) -> AdapterRequest:
+        """Return an adapter with the digest of its content, if that can be read."""

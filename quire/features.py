@@ -22,6 +22,7 @@ CORE_FEATURES = {
     "console": "quire.console.recorder:ConsoleRecorder",
     "routing": "quire.routing.cache_deltas:CacheDeltas",
     "sleep": "quire.sleep.sleeper:Sleeper",
+    "profiling": "quire.profiling.feature:StepProfiler",
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
 
@@ -53,10 +54,13 @@ SERVER_FEATURES = {
     "responses": "quire.entrypoints.openai.responses.routes:FEATURE",
     "pooling": "quire.pooling.server.feature:FEATURE",
     "ollama": "quire.entrypoints.ollama.routes:FEATURE",
+    "llama_server": "quire.entrypoints.llama_server.routes:FEATURE",
     "anthropic": "quire.entrypoints.anthropic.messages:FEATURE",
     "sleep": "quire.sleep.routes:FEATURE",
     "lora": "quire.lora.server.routes:FEATURE",
     "console": "quire.console.routes:FEATURE",
+    "training": "quire.training.routes:FEATURE",
+    "profiling": "quire.profiling.routes:FEATURE",
 }
 """Feature -> `quire.entrypoints.openai.families:ServerFeature`, in the order of the OpenAPI document."""
 
@@ -81,6 +85,22 @@ ENCODER_PROMPTS = "quire.seq2seq.image_prompts:prompts_of"
 PIECE_TOKENIZER = "quire.seq2seq.tokenizer:read_pieces"
 """Reader of tokenizers that are SentencePiece models beside a vocabulary (`quire.engine.tokenizer`)."""
 
+WORKER_CALLS = {
+    "weight_checksums": "quire.training.worker_calls:weight_checksums",
+    "collective_rpc": "quire.training.worker_calls:collective_rpc",
+    "check_finite": "quire.training.worker_calls:check_finite",
+}
+"""Function of a feature that a worker calls with itself and plain data, by name (`Worker.call`)."""
+
+WEIGHT_UPDATES = {
+    "offline": "quire.training.updates:WeightUpdates",
+    "server": "quire.training.updates:AsyncWeightUpdates",
+}
+"""Weight updates of an `LLMEngine` and of an `AsyncLLM`, which are their only argument."""
+
+WORKER_EXTENSION = "quire.training.extension:open_extension"
+"""Factory of the object whose methods may be called on a worker (`quire.worker.worker`)."""
+
 ROW_MOVER = "quire.kv_store.mover:open_row_mover"
 """Factory of what moves rows between a worker's host blocks and a store (`quire.worker.worker`)."""
 
@@ -89,6 +109,9 @@ POOLING_MODEL = "quire.pooling.models.model:PoolingModel"
 
 ADAPTER_TOKENIZER = "quire.lora.tokenizer:adapter_context"
 """Reader of the tokenizer that an adapter brings (`quire.engine.tokenizer_cache`)."""
+
+ADAPTER_CONTENTS = "quire.lora.contents:LoRAContents"
+"""Digests of adapters' contents (`quire.engine.front_end`)."""
 
 PARKED_WEIGHTS = "quire.sleep.parked_weights:ParkedWeights"
 """Weights kept on the host while their worker sleeps (`quire.worker.worker`)."""

@@ -16,6 +16,8 @@ from quire.config.kv_transfer import FLAG, KVTransferSettings, place_of
 from quire.errors import ValidationError
 
 FIELD = "kv_transfer_params"
+PULL_FAILED = "the blocks of its prompt did not all come from the prefill engine; try again"
+"""Reason of a request that ends because its pull failed (`kv_load_failure_policy`)."""
 LEASE_CHARS = 36
 MAX_KEYS = 64
 MAX_TEXT_CHARS = 256

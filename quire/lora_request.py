@@ -2,7 +2,7 @@
 """LoRA adapter of a request.
 
 Invariant: name and number together identify one set of weights for as long as the engine runs, since cached prefixes
-use them as key. It is a msgspec struct, so it crosses process borders as is.
+use them as key; name and content do so for ever. It is a msgspec struct, so it crosses process borders as is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from quire.errors import ValidationError
 from quire.vllm_names.parameters import KeywordCheck
 
 MAX_NAME_CHARS = 256
+_BY_CONTENT = "sha256-"
 
 
 class LoRARequest(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forbid_unknown_fields=True):
@@ -23,6 +24,8 @@ class LoRARequest(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forbid_un
         lora_int_id: positive number; weights that change under a name get another one.
         lora_path: its directory, with adapter_config.json and adapter_model.safetensors, on the machine of the engine.
         fingerprint: of its files (`quire.lora.peft_config`); an adapter with another one is refused; empty: any.
+        content: digest over all bytes of its files, set by the engine where cached blocks outlive the process; an
+            adapter with another one is refused; empty: any.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range; `param` names it.
@@ -32,6 +35,7 @@ class LoRARequest(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forbid_un
     lora_int_id: int
     lora_path: str
     fingerprint: str = ""
+    content: str = ""
 
     def __post_init__(self) -> None:
         name, number = self.lora_name, self.lora_int_id
@@ -46,10 +50,20 @@ class LoRARequest(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forbid_un
 
     @property
     def key(self) -> str:
-        """Identifier of its weights."""
+        """Identifier of its weights for as long as the engine runs."""
         return f"{self.lora_int_id}:{self.lora_name}"
+
+    @property
+    def cache_key(self) -> str:
+        """Identifier in the names of cached blocks: by content, which outlives the engine, if that is known."""
+        return f"{_BY_CONTENT}{self.content}:{self.lora_name}" if self.content else self.key
 
 
 def name_in(key: str) -> str:
-    """Return the adapter's name from its key."""
+    """Return the adapter's name from its key, of either kind."""
     return key.partition(":")[2]
+
+
+def outlives_engine(cache_key: str) -> bool:
+    """Return whether a cache key names an adapter by its content."""
+    return cache_key.startswith(_BY_CONTENT)

@@ -7,7 +7,7 @@ names, so a message is small and a request outlives the process that computes it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -15,6 +15,16 @@ from quire.errors import ValidationError
 
 KINDS = ("image", "video", "audio", "embeds", "text")
 DIGEST_BYTES = 32
+
+
+class Prefix(msgspec.Struct, frozen=True):
+    """First `length` positions of a prompt, each of which attends to all of them.
+
+    `digest` is the SHA-256 of their tokens and items, since the cache of each position depends on all of them.
+    """
+
+    length: int
+    digest: bytes
 
 
 class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -30,9 +40,10 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
         path: safetensors file with the processor's arrays; for "embeds" with `values` float32 [num_embeddings, H]; for
             "text" empty.
         grid: (frames, rows, columns) of its embeddings, for models that rotate by these three; else zeros.
-        both_ways: every position in [start, end) attends to the whole of it, the later positions included.
+        both_ways: every position of a run attends to the whole run, the later positions included.
         seconds_per_frame: time between two frames of a video's grid, for models that rotate by time.
         token_ids: of a "text".
+        prefix: the first item's only; None: text attends to the positions up to its own.
     """
 
     digest: bytes
@@ -45,6 +56,7 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
     both_ways: bool = False
     seconds_per_frame: float = 0.0
     token_ids: list[int] = []
+    prefix: Prefix | None = None
 
     @property
     def num_embeddings(self) -> int:
@@ -81,23 +93,33 @@ def num_embeddings(media: Sequence[MediaItem]) -> int:
     return sum({item.digest: item.num_embeddings for item in media}.values())
 
 
+def both_ways(media: Sequence[MediaItem]) -> Iterator[tuple[int, int]]:
+    """Yield the stretches [first, last) of a prompt each of whose positions attends to the whole stretch."""
+    if media and media[0].prefix is not None:
+        yield 0, media[0].prefix.length
+        return
+    for item in media:
+        if item.both_ways:
+            yield from item.runs
+
+
 def chunk_end(media: Sequence[MediaItem], start: int, end: int) -> int:
     """Return the last position at most `end` where a chunk that starts at `start` may end; `start` if there is none.
 
-    A chunk never ends inside an item that attends both ways, since its last positions see all of the item. It may start
-    inside: positions before `start` were computed with the whole item in view.
+    A chunk never ends inside a stretch that is seen both ways, since its first positions see all of it. It may start
+    inside: positions before `start` were computed with the whole stretch in view.
     """
-    for item in media:
-        if item.both_ways and item.start < end < item.end:
-            return max(item.start, start)
+    for first, last in both_ways(media):
+        if first < end < last:
+            return max(first, start)
     return end
 
 
 def least_chunk(media: Sequence[MediaItem], start: int) -> int:
     """Return the least number of tokens in a chunk that starts at `start`."""
-    for item in media:
-        if item.both_ways and item.start <= start < item.end:
-            return item.end - start
+    for first, last in both_ways(media):
+        if first <= start < last:
+            return last - start
     return 1
 
 
@@ -106,7 +128,7 @@ def check_media(media: Sequence[MediaItem], num_prompt_tokens: int, max_num_batc
 
     Raises:
         ValidationError: an item has an unknown kind or no digest, is out of order or out of the prompt, has runs that
-            are out of order or out of the item, or attends both ways and exceeds a step's token budget.
+            are out of order or out of the item, or a stretch is seen both ways and exceeds a step's token budget.
     """
     position = 0
     counts: dict[bytes, int] = {}
@@ -114,13 +136,6 @@ def check_media(media: Sequence[MediaItem], num_prompt_tokens: int, max_num_batc
         problem = _problem(item, position, num_prompt_tokens)
         if problem is not None:
             raise ValidationError(f"item {number} of the prompt's media {problem}", param="media")
-        if item.both_ways and item.end - item.start > max_num_batched_tokens:
-            raise ValidationError(
-                f"{item.kind} {number} of the prompt takes {item.end - item.start} tokens, which this model computes "
-                f"in one step, and a step takes {max_num_batched_tokens}: use a smaller one, or start with a larger "
-                "--max-num-batched-tokens",
-                param="media",
-            )
         if counts.setdefault(item.digest, item.num_embeddings) != item.num_embeddings:
             raise ValidationError(
                 f"item {number} of the prompt's media takes {item.num_embeddings} embeddings, and the same content "
@@ -128,6 +143,29 @@ def check_media(media: Sequence[MediaItem], num_prompt_tokens: int, max_num_batc
                 param="media",
             )
         position = item.end
+    _check_both_ways(media, num_prompt_tokens, max_num_batched_tokens)
+
+
+def _check_both_ways(media: Sequence[MediaItem], num_prompt_tokens: int, max_num_batched_tokens: int) -> None:
+    prefix = media[0].prefix if media else None
+    if prefix is not None and not media[-1].end <= prefix.length <= num_prompt_tokens:
+        raise ValidationError(
+            f"a prefix of {prefix.length} tokens must hold all media and lie within the prompt's {num_prompt_tokens}",
+            param="media",
+        )
+    for first, last in both_ways(media):
+        if last - first > max_num_batched_tokens:
+            number = sum(item.start <= first for item in media) - 1
+            name = (
+                f"{media[number].kind} {number} of the prompt"
+                if prefix is None
+                else "the prompt with its images"
+            )
+            raise ValidationError(
+                f"{name} takes {last - first} tokens, which this model computes in one step, and a step takes "
+                f"{max_num_batched_tokens}: send less, or start with a larger --max-num-batched-tokens",
+                param="media",
+            )
 
 
 def _problem(item: MediaItem, position: int, num_prompt_tokens: int) -> str | None:

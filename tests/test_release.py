@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,34 @@ def test_release_whose_packages_fail_leaves_no_trace(root: Path) -> None:
 def test_release_of_this_tree_finds_its_version_and_news() -> None:
     assert tool.order_of(tool.current_version(ROOT)) > (0, 0, 0)
     assert "\n## " not in tool.unreleased(ROOT)
+
+
+def test_cross_compiler_is_debians_or_zigs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = _tool("packages")
+    other = next(machine for machine in packages.MACHINES if machine != platform.machine())
+    monkeypatch.setattr(packages.shutil, "which", lambda name: None)
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    assert packages.compiler_for(other) is None
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: name == "ziglang")
+    command = packages.compiler_for(other)
+    assert command[1:5] == ["-m", "ziglang", "c++", "-target"]
+    assert command[5].startswith(f"{other}-linux-gnu.2.")
+    assert packages.compiler_for(platform.machine()) is None
+    program = packages.as_program(["/bin/echo", "a b"], tmp_path / "new")
+    assert subprocess.check_output([program, "c"], text=True) == "a b c\n"
+    assert packages.as_program(["/bin/echo"], tmp_path) == "/bin/echo"
+
+
+def test_library_of_another_machine_is_not_packed(tmp_path: Path) -> None:
+    packages = _tool("packages")
+    library = tmp_path / "lib.so"
+    library.write_bytes(b"\x7fELF" + bytes(14) + (183).to_bytes(2, "little"))
+    packages.check_machine(library, "aarch64")
+    with pytest.raises(SystemExit, match="no library for x86_64"):
+        packages.check_machine(library, "x86_64")
+    library.write_bytes(b"text")
+    with pytest.raises(SystemExit, match="no library for aarch64"):
+        packages.check_machine(library, "aarch64")
 
 
 @pytest.mark.more

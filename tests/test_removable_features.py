@@ -20,14 +20,18 @@ FEATURES = (
     "beam_search",
     "console",
     "disagg",
+    "entrypoints/llama_server",
+    "entrypoints/ollama",
     "kv_store",
     "lora",
+    "profiling",
     "routing",
     "simulate",
     "sleep",
     "spec_decode",
     "speech",
     "supervision",
+    "training",
 )
 PROGRAM = """
 import asyncio, sys
@@ -64,9 +68,9 @@ def test_engine_serves_without_a_removed_feature(feature: str, tmp_path: Path) -
     shutil.copytree(PACKAGE, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(copy / feature)
     rows = copy / "features.py"
-    text = rows.read_text(encoding="utf-8")
+    text, place = rows.read_text(encoding="utf-8"), feature.replace("/", r"\.")
     rows.write_text(
-        re.sub(rf'    "\w+": "quire\.{feature}\.[^"]*",\n|"\w+": "quire\.{feature}\.[^"]*"', "", text)
+        re.sub(rf'    "\w+": "quire\.{place}\.[^"]*",\n|"\w+": "quire\.{place}\.[^"]*"', "", text)
     )
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],

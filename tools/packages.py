@@ -2,7 +2,8 @@
 """Packages for PyPI in a folder: `python tools/packages.py [--to dist] [--machine x86_64 --machine aarch64]`.
 
 One sdist, and a wheel for each machine with the kernels of all its instruction sets, tagged manylinux by auditwheel.
-The library has a C ABI, so that one wheel serves every version of Python. Other machines' kernels are cross-compiled.
+The library has a C ABI, so that one wheel serves every version of Python. Other machines' kernels are cross-compiled by
+Debian's compiler, or by Zig's (`ziglang` of PyPI), which brings the glibc that the wheel is for.
 
 It runs in an environment that has `build`, `wheel` and `auditwheel` (`make wheel`).
 """
@@ -10,9 +11,11 @@ It runs in an environment that has `build`, `wheel` and `auditwheel` (`make whee
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +27,10 @@ LIBRARY = Path("quire/kernels/cpu/libquire_cpu.so")
 MACHINES = ("x86_64", "aarch64")
 DEBIAN = {"x86_64": "g++-x86-64-linux-gnu", "aarch64": "g++-aarch64-linux-gnu"}
 """Debian's packages with the cross compilers, for messages."""
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+"""Numbers of the machines in the header of an ELF file."""
+GLIBC = "2.28"
+"""Oldest glibc of a library that Zig compiles."""
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
@@ -40,10 +47,39 @@ def run(*command: str | Path, cwd: Path = ROOT) -> None:
         sys.exit(f"error: {command[0]} failed (exit code {done.returncode}): {' '.join(map(str, command))}")
 
 
-def compiler_for(machine: str) -> str | None:
-    """Return the name of the C++ compiler for a machine, None if it is not installed."""
+def compiler_for(machine: str) -> list[str] | None:
+    """Return the command of the C++ compiler for a machine, None if it is not installed."""
     own = os.environ.get("CXX", "c++")
-    return shutil.which(own if machine == platform.machine() else f"{machine}-linux-gnu-g++")
+    native = machine == platform.machine()
+    path = shutil.which(own if native else f"{machine}-linux-gnu-g++")
+    if path is not None:
+        return [path]
+    if native or importlib.util.find_spec("ziglang") is None:
+        return None
+    return [sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{GLIBC}"]
+
+
+def as_program(command: list[str], folder: Path) -> str:
+    """Return the path of a program that runs a command, as CMake needs; one is written if it has arguments."""
+    if len(command) == 1:
+        return command[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / "c++"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def check_machine(library: Path, machine: str) -> None:
+    """End the program if a library is for another machine.
+
+    Raises:
+        SystemExit: it is, or is no ELF file.
+    """
+    with library.open("rb") as file:
+        header = file.read(20)
+    if header[:4] != b"\x7fELF" or int.from_bytes(header[18:20], "little") != ELF_MACHINES[machine]:
+        sys.exit(f"error: {library} is no library for {machine}")
 
 
 def default_machines() -> list[str]:
@@ -51,7 +87,8 @@ def default_machines() -> list[str]:
     found = [machine for machine in MACHINES if compiler_for(machine)]
     for machine in sorted(set(MACHINES) - set(found)):
         print(
-            f"no wheel for {machine}: its compiler is not installed (Debian: apt install {DEBIAN[machine]})"
+            f"no wheel for {machine}: its compiler is not installed (Debian: apt install {DEBIAN[machine]}; "
+            "or pip install ziglang)"
         )
     return found
 
@@ -60,10 +97,13 @@ def compile_kernels(machine: str, to: Path) -> Path:
     """Compile the kernels of all instruction sets of a machine, and return the library below `to`."""
     native = machine == platform.machine()
     folder = ROOT / "build" / ("kernels" if native else f"kernels-{machine}")
+    command = compiler_for(machine)
+    if command is None:
+        sys.exit(f"error: no C++ compiler for {machine}")
     cross = [
         "-DCMAKE_SYSTEM_NAME=Linux",
         f"-DCMAKE_SYSTEM_PROCESSOR={machine}",
-        f"-DCMAKE_CXX_COMPILER={machine}-linux-gnu-g++",
+        f"-DCMAKE_CXX_COMPILER={as_program(command, folder)}",
     ]
     fresh = not (folder / "CMakeCache.txt").exists()
     ninja = ["-GNinja"] if fresh and shutil.which("ninja") else []
@@ -72,6 +112,7 @@ def compile_kernels(machine: str, to: Path) -> Path:
     )
     run("cmake", "--build", folder, "--parallel", str(os.cpu_count() or 1))
     run("cmake", "--install", folder, "--strip", "--prefix", to)
+    check_machine(to / LIBRARY, machine)
     return to / LIBRARY
 
 

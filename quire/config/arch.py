@@ -99,6 +99,9 @@ class Multimodal:
     reads_text: bool = False  # The encoder reads texts, which have any length; other inputs fill that length.
     decoder_length: int = 0  # Most positions of the decoder; 0: as the context allows.
     reads_images: bool = False  # The encoder reads an image; then a prompt is the decoder's.
+    projector: str = ""  # GGUF file with the encoder; empty: it is in the checkpoint.
+    # Names of the files that its processor reads -> their objects, as JSON; empty: they are in the checkpoint.
+    processor_files: str = ""
 
     @property
     def encoder_positions(self) -> int:

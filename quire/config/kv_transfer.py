@@ -18,6 +18,7 @@ from quire.errors import ConfigError
 FLAG = "--kv-transfer-config"
 BUILT_IN = "RowServerConnector"
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
+POLICIES = ("recompute", "fail")
 FOREIGN = ("nixl", "lmcache", "mooncake", "p2pnccl", "offloading", "multi", "sharedstorage", "example")
 MAX_PEERS = 256
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class KVTransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         kv_port: its port; each rank has the next one.
         kv_buffer_size: most bytes of offered blocks on a rank.
         kv_connector_extra_config: see `KVTransferExtra`, and keys of plug-ins.
-        kv_load_failure_policy: "recompute"; what a pull does not bring is computed.
+        kv_load_failure_policy: what becomes of a request whose pull failed: "recompute", or "fail" with an error.
         kv_buffer_device, kv_rank, kv_parallel_size, enable_permute_local_kv: accepted, without meaning here.
         kv_connector_module_path: refused; connectors are plug-ins of installed packages.
     """
@@ -145,10 +146,10 @@ def _check(settings: KVTransferSettings) -> None:
             f"{FLAG}: kv_connector_module_path would run code from a path; "
             "install a package that offers the connector as a plug-in (see plugins.md)"
         )
-    if settings.kv_load_failure_policy != "recompute":
+    if settings.kv_load_failure_policy not in POLICIES:
         raise ConfigError(
-            f'{FLAG}: kv_load_failure_policy must be "recompute", got {settings.kv_load_failure_policy!r}: '
-            "what a pull does not bring is computed"
+            f"{FLAG}: kv_load_failure_policy must be one of {', '.join(POLICIES)}, "
+            f"got {settings.kv_load_failure_policy!r}"
         )
     known = KVTransferExtra.__struct_fields__
     unknown = [key for key in settings.kv_connector_extra_config if key not in known]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images, videos and embeddings as inputs (see multimodal.md)."""
+"""Images, videos, sounds and embeddings as inputs (see multimodal.md)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class MultimodalConfig(Config):
-    """Images, videos and embeddings as inputs (see multimodal.md)."""
+    """Images, videos, sounds and embeddings as inputs (see multimodal.md)."""
 
     language_model_only: bool = option(
         False, "Serve only the language model of a multimodal checkpoint; its other parts are not loaded."
     )
     limit_mm_per_prompt: dict[str, Any] = option(
         {},
-        'Most items of each kind in a prompt, as JSON: {"image": 4}; 0 refuses a kind. Default: 999 of each.',
+        'Most items of each kind (image, video, audio) in a prompt, as JSON: {"image": 4}; 0 refuses a kind. '
+        "Default: 999 of each.",
         metavar="JSON",
     )
     mm_processor_kwargs: dict[str, Any] = option(
@@ -39,6 +40,11 @@ class MultimodalConfig(Config):
     enable_prompt_embeds: bool = option(False, "Accept prompts that are embeddings.")
     encoder_cache_gb: float = option(
         1.0, "GiB of host memory for embeddings of images, those in use included.", gt=0.0, metavar="GIB"
+    )
+    mmproj: str = option(
+        "",
+        "GGUF file with the image encoder of a model in GGUF. Default: the mmproj*.gguf beside it, if there is one.",
+        metavar="FILE",
     )
     max_encoder_slice_ms: float = option(
         30.0, "Most milliseconds that an image encoder computes between two steps.", gt=0.0, metavar="MS"

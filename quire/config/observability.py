@@ -5,10 +5,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from quire.config.fields import Config, option
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ValidationError
 from quire.version import install_command
+
+MAX_PROFILED_STEPS = 1000
+
+
+class ProfilerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keys of --profiler-config, under vLLM's names.
+
+    Args:
+        profiler: "torch" or "cprofile"; None: no profiles.
+        torch_profiler_dir: directory of the files of either profiler.
+        torch_profiler_with_stack, torch_profiler_record_shapes, torch_profiler_with_memory: further contents of
+            torch's traces.
+        torch_profiler_use_gzip: compress them.
+        max_iterations: steps after which a profile ends by itself.
+    """
+
+    profiler: Literal["torch", "cprofile"] | None = None
+    torch_profiler_dir: str = ""
+    torch_profiler_with_stack: bool = True
+    torch_profiler_record_shapes: bool = False
+    torch_profiler_with_memory: bool = False
+    torch_profiler_use_gzip: bool = True
+    max_iterations: Annotated[int, msgspec.Meta(ge=1)] = MAX_PROFILED_STEPS
 
 
 @dataclass(frozen=True)
@@ -40,6 +66,36 @@ class ObservabilityConfig(Config):
     enable_progress: bool = option(
         True, "Progress while loading: a bar on a terminal, elsewhere a log line every 5 seconds."
     )
+
+    profiler_config: dict[str, Any] = option(
+        {},
+        'JSON object such as {"profiler": "torch", "torch_profiler_dir": "profiles"}: /start_profile and /stop_profile '
+        "write profiles of the steps there (see observability.md).",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        settings = self.profiler
+        if settings.profiler is not None and not settings.torch_profiler_dir:
+            raise ConfigError('--profiler-config needs a "torch_profiler_dir", the directory of the profiles')
+        if settings.profiler is None and self.profiler_config.get("torch_profiler_dir"):
+            raise ConfigError('--profiler-config needs a "profiler": "torch" or "cprofile"')
+
+    @property
+    def profiler(self) -> ProfilerSettings:
+        """Parsed keys of `profiler_config`."""
+        try:
+            return msgspec.convert(self.profiler_config, ProfilerSettings)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--profiler-config: {error}") from None
+
+    def require_profiler(self) -> None:
+        """Raise ValidationError unless the operator allows profiles."""
+        if self.profiler.profiler is None:
+            raise ValidationError(
+                "the engine makes no profiles; start it with --profiler-config "
+                '\'{"profiler": "torch", "torch_profiler_dir": "DIRECTORY"}\''
+            )
 
     def check(self) -> None:
         """Reject a trace endpoint that cannot be used.

@@ -112,7 +112,7 @@ class ServerConfig(Config):
     max_request_bytes: int = option(16 * 2**20, "Largest request body in bytes.", ge=1024)
     max_audio_bytes: int = option(
         25 * 2**20,
-        "Largest body of a request with a sound to transcribe, in bytes, its fields excluded.",
+        "Largest body of a request with a sound to transcribe, without its fields, and largest sound in a chat; bytes.",
         ge=1024,
     )
     max_receiving_bytes: int = option(
@@ -158,6 +158,11 @@ class ServerConfig(Config):
         None,
         "Key of the routes that act on all requests (docs/endpoints.md), which exist only with it (or "
         "QUIRE_ADMIN_API_KEY).",
+    )
+    allow_pull: bool = option(
+        False,
+        "Clients may fetch models from Hugging Face into this machine's cache, and remove them from it (/api/pull, "
+        "/api/delete).",
     )
     enable_tokenizer_info_endpoint: bool = option(
         False, "GET /tokenizer_info, which shows the chat template and the special tokens."

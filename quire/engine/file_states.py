@@ -15,6 +15,7 @@ from quire.errors import ModelLoadError
 from quire.models.checkpoint import resolve_model_dir
 from quire.models.checkpoint_files import MODULES, TEMPLATE_FOLDER
 from quire.models.gguf.model import is_gguf, part_names
+from quire.models.gguf.projector import projector_of
 
 # Path -> size, modification time and status change in ns, inode.
 FileStates = dict[str, tuple[int, int, int, int]]
@@ -25,7 +26,10 @@ MOST_NAMED = 4  # changed files in one message
 def states_of(config: EngineConfig) -> FileStates:
     """Return the state of every file that is read for a config's model and tokenizer."""
     places = {Path(config.model_dir), tokenizer_dir(config)}
-    return {str(path): state for place in places for path in _files(place) if (state := _state(path))}
+    files = [path for place in places for path in _files(place)]
+    projector = projector_of(Path(config.model_dir), config.multimodal)
+    files += [] if projector is None else [projector]
+    return {str(path): state for path in files if (state := _state(path))}
 
 
 def tokenizer_dir(config: EngineConfig) -> Path:

@@ -27,7 +27,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from quire.adapters import AdapterRequest
+from quire.adapters import AdapterContents, AdapterRequest
 from quire.config import EngineConfig
 from quire.engine.core_choice import make_core_choice
 from quire.engine.file_states import check_files
@@ -57,10 +57,12 @@ from quire.errors import (
     UnavailableError,
     ValidationError,
 )
+from quire.features import ADAPTER_CONTENTS
 from quire.kv_cache.hashing import extra_keys
 from quire.metrics.stats import STAT_LOGGERS, StatLoggerGroup
 from quire.metrics.tracing import make_tracers
 from quire.models.gguf.model import forget_files
+from quire.plugins import import_place
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.explain import Explanation
@@ -376,6 +378,10 @@ class FrontEnd:
         self._in_flight = InFlightRequests(num_cores, number)
         self.router = make_core_choice(config, num_cores)
         self._calls = UtilityCalls(number)
+        reads_contents = config.lora.enable_lora and config.kv_store.moves_rows
+        self._contents: AdapterContents | None = (
+            import_place(ADAPTER_CONTENTS)(config) if reads_contents else None
+        )
 
     # State
 
@@ -452,10 +458,21 @@ class FrontEnd:
 
     def check_awake(self) -> None:
         """Raise UnavailableError if the engine sleeps."""
-        if self.rest or self.is_falling_asleep:
+        if self.rest.refuses or self.is_falling_asleep:
             raise UnavailableError("the engine sleeps and takes no requests until it is woken", retry_after=2)
 
     # Requests
+
+    def completed_adapter(self, request: AdapterRequest | None) -> AdapterRequest | None:
+        """Return an adapter with the digest of its content where cached blocks may outlive the process.
+
+        It reads the adapter's files unless `has_completed`.
+        """
+        return request if request is None or self._contents is None else self._contents.completed(request)
+
+    def has_completed(self, request: AdapterRequest | None) -> bool:
+        """Return whether `completed_adapter` reads no files."""
+        return request is None or self._contents is None or self._contents.is_complete(request)
 
     def submit(
         self,
@@ -488,6 +505,7 @@ class FrontEnd:
         cores = self._cores_for(data_parallel_rank)
         name = self._in_flight.new_name(label)
         tracked_sink = self._with_removal(name, sink)
+        lora_request = self.completed_adapter(lora_request)
         terms = Terms(priority=priority, tenant=tenant, lora_request=lora_request)
         owner = self._owners.get(type(params))
         if owner is not None:
@@ -498,7 +516,7 @@ class FrontEnd:
             requests = self._checked(name, prompt, params, terms)
             self.output_processor.add_request(label, prompt, requests, tracked_sink, trace_headers)
             core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
-        adapter = None if lora_request is None else lora_request.key
+        adapter = None if lora_request is None else lora_request.cache_key
         keys = extra_keys(prompt.cache_salt, adapter, prompt.media)
         core = self.router.admit(name, prompt.token_ids, len(core_ids), keys, core_ids[0], cores)
         came = self.clock() if arrived is None else arrived
@@ -598,15 +616,15 @@ class FrontEnd:
         if self.core_ready is None:
             raise UnavailableError("the engine cannot sleep before it is ready", retry_after=2)
 
-    def sleep(self, level: int) -> tuple[list[Future[Any]], list[Outgoing]]:
-        """Put all cores to sleep, with their requests; a replacement core sleeps, too.
+    def sleep(self, level: int, *, admits: bool = False) -> tuple[list[Future[Any]], list[Outgoing]]:
+        """Put all cores to sleep, with their requests; a replacement core sleeps, too. `admits`: new ones are queued.
 
         Raises:
             UnavailableError: a core is not ready.
         """
         self.check_can_sleep()
-        self.rest = self.rest.deeper(level)
-        return self._call_all("sleep", level)
+        self.rest = self.rest.deeper(level, admits=admits)
+        return self.call_all("sleep", level)
 
     def wake_up(self, tags: Sequence[str]) -> tuple[EngineSleepState, list[Future[Any]], list[Outgoing]]:
         """Wake all cores; the returned sleep state is to be stored as `rest` once they have answered.
@@ -616,9 +634,10 @@ class FrontEnd:
         """
         self.check_health()
         self.is_falling_asleep = False
-        return self.rest.without(tags), *self._call_all("wake_up", list(tags))
+        return self.rest.without(tags), *self.call_all("wake_up", list(tags))
 
-    def _call_all(self, method: str, *args: Any) -> tuple[list[Future[Any]], list[Outgoing]]:
+    def call_all(self, method: str, *args: Any) -> tuple[list[Future[Any]], list[Outgoing]]:
+        """Call a utility of every core, each of which will answer."""
         calls = [self._calls.start(core, method, args) for core in range(len(self._ready))]
         return [call for call, _ in calls], [(core, message) for core, (_, message) in enumerate(calls)]
 

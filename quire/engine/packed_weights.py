@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import ModelLoadError
 from quire.kernels import cpu
-from quire.models.bounded_directory import GIB
+from quire.models.bounded_directory import GIB, user_cache
 from quire.models.registry import is_own_class
 from quire.models.weight_files import weight_files
 
@@ -32,17 +31,6 @@ def default_packed_weights_cache(config: EngineConfig) -> tuple[str, str] | None
         return None
     reason = f"later starts map {num_bytes / GIB:.1f} GiB of weights instead of packing them"
     return str(cache / "quire" / "packed"), reason
-
-
-def user_cache() -> Path | None:
-    """Return the user's cache directory, by the XDG specification; None: no home."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):
-        return Path(named)
-    try:
-        return Path.home() / ".cache"
-    except RuntimeError:
-        return None
 
 
 def _weight_bytes(config: EngineConfig) -> int:

@@ -29,6 +29,7 @@ from quire.kernels import cpu
 from quire.models.checkpoint import read_model_config, resolve_model_dir
 from quire.models.generation_config import read_generation_config
 from quire.models.gguf.model import is_gguf
+from quire.models.gguf.projector import with_projector
 from quire.models.registry import ModelRegistry
 from quire.platforms import Host, choose_device
 from quire.plugins import load_general_plugins
@@ -63,6 +64,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config = dataclasses.replace(config, model_dir=str(model_dir))
     config = dataclasses.replace(config, files=states_of(config))
     arch = read_model_config(model_dir, config.model.hf_overrides, config.model.model_impl)
+    arch = with_projector(arch, model_dir, config.multimodal)
     arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
     fit = config.model.max_model_len == FIT_MEMORY
     config = dataclasses.replace(

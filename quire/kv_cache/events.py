@@ -2,15 +2,18 @@
 """KV events: changes of the prefix cache as data for subscribers.
 
 Invariant: applying all events in order to an empty set of (medium, group, block hash) yields exactly the
-blocks that a request can find. Fields have vLLM's order, so that its subscribers can decode them.
+blocks that a request can find, on the engine's own tiers and in its directory (`quire.kv_store`). Fields have
+vLLM's order, so that its subscribers can decode them.
 
 A medium is a tier. The host tier reports as the device does, with its own medium and without the tokens. Content that
 is evicted to the host is stored there and then removed from the device. Content that comes back is stored on the
-device again, by the request that uses it.
+device again, by the request that uses it. A store outside the engine keeps its blocks when the others are cleared, and
+reports them again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -20,13 +23,14 @@ from quire.kv_cache.hashing import HASH_BYTES, BlockHash, ExtraKeys
 
 DEVICE = "GPU"  # Medium of the blocks used for computing, on any device; vLLM's name.
 HOST = "CPU"  # Medium of the host tier.
+DISK = "DISK"  # Medium of a directory.
 
 
 class BlockStored(msgspec.Struct, tag=True, array_like=True):
     """Consecutive blocks of one sequence that were added to the prefix cache.
 
     Args:
-        block_hashes: in sequence order; integers if subscribers want short ones.
+        block_hashes: in sequence order, outside the engine in any; integers if subscribers want short ones.
         parent_block_hash: hash of the block before them; None at the start of a sequence, or if `token_ids` is empty.
         token_ids: their content; empty if it was reported when they were stored on another medium.
         block_size: tokens per block.
@@ -57,7 +61,7 @@ class BlockRemoved(msgspec.Struct, tag=True, array_like=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, array_like=True):
-    """Removal of all blocks on all media."""
+    """Removal of all blocks on all media; those that a store keeps are reported as stored next."""
 
 
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -89,6 +93,7 @@ class KVEventLog:
         self._block_size = block_size
         self._events: list[KVCacheEvent] = []
         self._undescribed: list[tuple[BlockHash, int]] = []
+        self._outside: dict[BlockHash, str] = {}  # key -> medium
 
     def stored(self, key: BlockHash, medium: str = DEVICE) -> None:
         """Record that a block can be found by this key; for a device block, `describe` adds the content."""
@@ -122,6 +127,26 @@ class KVEventLog:
 
     def cleared(self) -> None:
         self._events.append(AllBlocksCleared())
+        kept, self._outside = self._outside, {}
+        for medium in dict.fromkeys(kept.values()):
+            self.stored_outside([key for key, place in kept.items() if place == medium], medium)
+
+    def stored_outside(self, keys: Sequence[BlockHash], medium: str) -> None:
+        """Record that a store has blocks; those that it is known to have are ignored."""
+        groups: dict[int, list[BlockHash | int]] = {}
+        for key in keys:
+            if key not in self._outside:
+                self._outside[key] = medium
+                block_hash, group_id = _split(key)
+                groups.setdefault(group_id, []).append(block_hash)
+        for group_id, hashes in groups.items():
+            self._events.append(self._stored(medium, group_id, hashes))
+
+    def removed_outside(self, keys: Sequence[BlockHash], medium: str) -> None:
+        """Record that a store has lost blocks; those that it is not known to have are ignored."""
+        for key in keys:
+            if self._outside.pop(key, None) is not None:
+                self.removed(key, medium)
 
     def take(self) -> list[KVCacheEvent]:
         """Return all events since the last call, in order."""

@@ -23,7 +23,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class MediaKey(msgspec.Struct, frozen=True, array_like=True):
-    """Content behind placeholder tokens: its digest, and the positions [start, end) that it fills."""
+    """Content on which positions [start, end) depend beside the tokens up to their own: its digest."""
 
     digest: bytes
     start: int
@@ -36,7 +36,7 @@ class ExtraKeys(msgspec.Struct, frozen=True, array_like=True):
     Args:
         cache_salt: scope of sharing; no default, so that callers must decide (None: shared by all).
         adapter: key of the adapter, which changes every key and value.
-        media: in order of position, without overlaps.
+        media: items in order of position, and the prefix that attends both ways before them, if there is one.
     """
 
     cache_salt: str | None
@@ -53,9 +53,10 @@ class ExtraKeys(msgspec.Struct, frozen=True, array_like=True):
 
 def extra_keys(cache_salt: str | None, adapter: str | None, media: Sequence[MediaItem] = ()) -> ExtraKeys:
     """Return the extra keys of a sequence with these items."""
-    return ExtraKeys(
-        cache_salt, adapter, tuple(MediaKey(item.digest, item.start, item.end) for item in media)
-    )
+    keys = [MediaKey(item.digest, item.start, item.end) for item in media]
+    if media and (prefix := media[0].prefix) is not None:
+        keys.insert(0, MediaKey(prefix.digest, 0, prefix.length))
+    return ExtraKeys(cache_salt, adapter, tuple(keys))
 
 
 def extend_hashes(

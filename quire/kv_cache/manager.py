@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
+from quire.adapters import outlives_engine
 from quire.kv_cache.block_pool import DevicePool, KVCacheBlock, PlannedMoves
 from quire.kv_cache.events import KVCacheEvent, KVEventLog
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
@@ -51,8 +52,9 @@ class PrefixLoad(NamedTuple):
 
 
 def is_storable(request: CachedSequence) -> bool:
-    """Return whether a request's blocks may outlive the process: names of adapters do not."""
-    return request.extra_keys.adapter is None
+    """Return whether a request's blocks may outlive the process: an adapter must be named by its content."""
+    adapter = request.extra_keys.adapter
+    return adapter is None or outlives_engine(adapter)
 
 
 _ABSENT = -1
@@ -446,6 +448,12 @@ class KVCacheManager:
             self.transfers.note_cached(self._coordinator.keys(request.block_hashes[start:num_full]))
         if self._events is not None:
             self._events.describe(request)
+
+    def note_outside(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], medium: str) -> None:
+        """Report blocks that a store outside the engine has lost, and those that it has."""
+        if self._events is not None:
+            self._events.removed_outside(removed, medium)
+            self._events.stored_outside(stored, medium)
 
     def disown(self, request: CachedSequence) -> None:
         """Remove what a failed request has computed from the prefix cache, including before a preemption.

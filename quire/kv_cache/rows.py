@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-RowAction = Literal["find", "touch", "load", "save", "remove"]
+RowAction = Literal["find", "touch", "load", "save", "remove", "list"]
 STORE = ""
 """Place of `RowMover.start`: the engine's own store."""
 OFFERS = "offers"
@@ -29,6 +29,13 @@ class RowStoreStats(msgspec.Struct):
     num_evicted: int = 0
 
 
+class LeaseStats(msgspec.Struct, frozen=True):
+    """Leases under which rows are kept for other engines: their number, and the age of the oldest in seconds."""
+
+    num_leases: int = 0
+    oldest_s: float = 0.0
+
+
 class RowResult(msgspec.Struct, frozen=True):
     """Outcome of an action.
 
@@ -36,11 +43,17 @@ class RowResult(msgspec.Struct, frozen=True):
         done: one entry per row.
         failure: why the store did not work; None: it did.
         stats: the store's state after the action, of rank 0; None: it did not change.
+        removed: rows that any rank's store has lost since the last report.
+        names: answer to "list": rows that all ranks have, without "list" empty.
+        leases: at the place of offers: the state of rank 0.
     """
 
     done: list[bool]
     failure: str | None = None
     stats: RowStoreStats | None = None
+    removed: list[bytes] = []
+    names: list[bytes] = []
+    leases: LeaseStats | None = None
 
 
 class RowStoreInfo(msgspec.Struct, frozen=True):
@@ -66,7 +79,10 @@ def all_done(results: list[RowResult]) -> RowResult:
     """Return what holds on every rank."""
     failure = next((result.failure for result in results if result.failure is not None), None)
     done = [all(entries) for entries in zip(*(result.done for result in results), strict=True)]
-    return RowResult(done, failure, results[0].stats)
+    removed = list(dict.fromkeys(name for result in results for name in result.removed))
+    others = [set(result.names) for result in results[1:]]
+    names = [name for name in results[0].names if all(name in other for other in others)]
+    return RowResult(done, failure, results[0].stats, removed, names, results[0].leases)
 
 
 class RowMover(Protocol):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from quire.config.kv_store import read_key
 from quire.config.kv_transfer import BUILT_IN, FLAG, KVTransferSettings, place_of
 from quire.errors import ConfigError
+from quire.kv_cache.rows import LeaseStats
 from quire.kv_store import protocol
 from quire.kv_store.leases import LeasedRows
 from quire.kv_store.peer import PeerStore
@@ -86,6 +87,10 @@ class Connector(ABC):
     def finish_recv(self, peer: str, lease: bytes) -> None:
         """Notify a peer that its rows are not needed any more. Raises RowStoreError: it does not work now."""
 
+    def lease_stats(self) -> LeaseStats:
+        """Return the leases that are held; from the thread of `save_kv`. A connector without a count has none."""
+        return LeaseStats()
+
     @abstractmethod
     def shutdown(self) -> None:
         """Release sockets, memory and threads; may be called twice."""
@@ -135,6 +140,9 @@ class RowServerConnector(Connector):
 
     def finish_recv(self, peer: str, lease: bytes) -> None:
         self._peers[peer].remove([lease])
+
+    def lease_stats(self) -> LeaseStats:
+        return LeaseStats() if self._rows is None else self._rows.lease_stats()
 
     def shutdown(self) -> None:
         for peer in self._peers.values():

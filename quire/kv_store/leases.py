@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from quire.kv_cache.rows import LeaseStats
 from quire.kv_store.memory import ROW_OVERHEAD_BYTES
 from quire.kv_store.row_store import Row, RowStoreStats
 
@@ -27,6 +28,7 @@ SWEEP_S = 0.5
 class _Lease:
     """Names of rows, and the time at which they are dropped."""
 
+    since: float
     until: float
     last: float
     names: list[bytes] = field(default_factory=list)
@@ -62,7 +64,7 @@ class LeasedRows:
             if self._is_closed or (lease not in self._leases and len(self._leases) >= MOST_LEASES):
                 return [False] * len(names)
             now = self._clock()
-            held = self._leases.setdefault(lease, _Lease(now, now + MOST_LIFE_S))
+            held = self._leases.setdefault(lease, _Lease(now, now, now + MOST_LIFE_S))
             self._renew(held)
             return [self._keep(held, name, row) for name, row in zip(names, rows, strict=True)]
 
@@ -95,6 +97,10 @@ class LeasedRows:
                 elif name in self._rows:
                     self._drop(name)
 
+    def names(self) -> list[bytes]:
+        """Return nothing: rows come and go with their leases."""
+        return []
+
     def pop_removed(self) -> list[bytes]:
         """Return nothing: rows leave with their leases, and no one counts on them."""
         return []
@@ -107,6 +113,13 @@ class LeasedRows:
                 max_bytes=self._max_bytes,
                 num_evicted=self._num_expired,
             )
+
+    def lease_stats(self) -> LeaseStats:
+        """Return the number of leases and the age of the oldest."""
+        with self._changed:
+            now = self._clock()
+            ages = [now - held.since for held in self._leases.values()]
+            return LeaseStats(len(ages), max(ages, default=0.0))
 
     def close(self) -> None:
         """Return at once: the rows belong to the engine, which calls `shut_down`."""

@@ -116,6 +116,10 @@ class MemoryStore:
         self._num_evicted += 1
         self._removed.append(name)
 
+    def names(self) -> list[bytes]:
+        with self._memory.lock:
+            return [name for store, name in self._memory.rows if store is self]
+
     def pop_removed(self) -> list[bytes]:
         with self._memory.lock:
             removed, self._removed = self._removed, []

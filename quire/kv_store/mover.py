@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.config.kv_store import KVStoreConfig
 from quire.errors import ConfigError
-from quire.kv_cache.rows import OFFERS, STORE, RowAction, RowResult, RowStoreInfo
+from quire.kv_cache.rows import OFFERS, STORE, LeaseStats, RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig
 from quire.kv_store.connector import Connector, open_connector
 from quire.kv_store.disk.store import open_disk_store
@@ -83,7 +83,8 @@ class Movers:
             if place == STORE:
                 return self._run_at_store(action, names, block_ids)
             if place == OFFERS:
-                return RowResult(self._offer(action, names, block_ids))
+                done = self._offer(action, names, block_ids)
+                return RowResult(done, leases=self._lease_stats())
             return RowResult(self._pull(place, action, names, block_ids))
         except RowStoreError as error:
             where = f"the engine at {place}" if place else "the KV cache store"
@@ -100,14 +101,22 @@ class Movers:
             done = store.find(names) if num_stored < len(names) else [True] * len(names)
         elif action == "find":
             done = store.find(names)
+        elif action == "list":
+            return RowResult([], stats=store.stats(), removed=store.pop_removed(), names=store.names())
         else:
             (store.touch if action == "touch" else store.remove)(names)
-            done = [True] * len(names)
-        return RowResult(done, stats=store.stats())
+            return RowResult([True] * len(names), stats=store.stats())  # which the core does not wait for
+        return RowResult(done, stats=store.stats(), removed=store.pop_removed())
+
+    def _lease_stats(self) -> LeaseStats:
+        assert self._connector is not None, "this engine has no connector"
+        return self._connector.lease_stats()
 
     def _offer(self, action: RowAction, names: list[bytes], block_ids: list[int]) -> list[bool]:
-        """Keep rows under the lease that is the first name, or end leases and drop rows."""
+        """Keep rows under the lease that is the first name, or end leases and drop rows; `list` has no rows."""
         assert self._connector is not None, "this engine has no connector"
+        if action == "list":
+            return []
         if action == "remove":
             self._connector.drop(names)
             return [True] * len(names)

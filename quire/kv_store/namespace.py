@@ -8,7 +8,6 @@ are found again.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,17 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig
-from quire.engine.packed_weights import user_cache
 from quire.kernels.cpu import library
 from quire.kv_cache.spec import KVCacheConfig
 from quire.kv_store.row_store import Namespace
 from quire.layers.shard import Shard
-from quire.models.bounded_directory import BoundedDirectory
+from quire.models.bounded_directory import user_cache
+from quire.models.file_digests import FileDigests
 from quire.models.stages import Stage
 from quire.models.weight_files import weight_files
 from quire.version import __version__
 
-logger = logging.getLogger(__name__)
-
 LAYOUT = "1"
-DIGITS = 64
-MOST_BYTES = 2**20
 
 
 def namespace_of(config: EngineConfig, kv_config: KVCacheConfig, shard: Shard, stage: Stage) -> Namespace:
@@ -88,46 +83,10 @@ def weights_digest(config: EngineConfig) -> str:
     if config.load.load_format == "dummy":
         return "dummy"
     digest = hashlib.sha256()
-    remembered = _Remembered()
+    remembered = FileDigests(user_cache())
     for path in weight_files(Path(config.model_dir)):
         digest.update(remembered.digest_of(path).encode())
     return digest.hexdigest()[:32]
-
-
-class _Remembered:
-    """Digests of files, remembered in the user's cache by path, size, times and inode."""
-
-    def __init__(self) -> None:
-        cache = user_cache()
-        self._directory = (
-            None if cache is None else BoundedDirectory(cache / "quire" / "digests", "sha256", MOST_BYTES)
-        )
-
-    def digest_of(self, path: Path) -> str:
-        if self._directory is None:
-            return _digest_of_file(path)
-        status = path.stat()
-        state = (str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
-        place = self._directory.place("weights", hashlib.sha256(repr(state).encode()).hexdigest())
-        try:
-            known = place.read_text(errors="replace")
-            if len(known) == DIGITS:
-                return known
-        except OSError:  # it is not known yet, or cannot be read and is made anew
-            pass
-        known = _digest_of_file(path)
-        try:
-            with self._directory.new_file(place, DIGITS) as file:
-                file.write(known.encode())
-        except OSError as error:
-            logger.info("the digest of %s is not remembered: %s", path.name, error)
-        return known
-
-
-def _digest_of_file(path: Path) -> str:
-    logger.info("reading %s for its digest, once", path.name)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _json(value: Any) -> str:

@@ -140,6 +140,10 @@ class PeerStore:
             batches = _batches(len(names), MAX_NAMES)[::-1]
             self._pipelined(batches, lambda batch: self._request(link, kind, names[batch]), receive)
 
+    def names(self) -> list[bytes]:
+        """Return nothing: other engines change them too."""
+        return []
+
     def pop_removed(self) -> list[bytes]:
         """Return names of rows that this client has removed since the last call."""
         removed, self._removed = self._removed, []

@@ -132,6 +132,10 @@ class RowStore(Protocol):
         """
         ...
 
+    def names(self) -> list[bytes]:
+        """Return the names of all rows, as far as they are known: not of a peer, nor of encrypted rows."""
+        ...
+
     def pop_removed(self) -> list[bytes]:
         """Return names of rows that were evicted or removed since the last call."""
         ...

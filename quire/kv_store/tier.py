@@ -3,7 +3,7 @@
 
 A new request is held while blocks that extend its cached prefix are loaded into the host tier, from which it then takes
 them like any other hit. Blocks that a step has completed are copied to the host tier by the next plan and saved from
-there. So the planner knows nothing of a store.
+there. A preempted request is held in the same way before it is resumed. So the planner knows nothing of a store.
 
 Invariants: a held request is released within a bounded time, whatever the store does. A load that failed, in whole or
 in part, is a shorter hit. Nothing here waits for the store but `settle`, which does so for a bounded time and lets go
@@ -12,10 +12,11 @@ of no block that the store may still write to or read.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from quire.config import EngineConfig
 from quire.engine.core_feature import CoreFeature
 from quire.engine.step_loop import Clock
 from quire.executor.base import Executor
+from quire.kv_cache.events import DISK
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.rows import RowResult
 from quire.kv_store.jobs import RowJobs, RowsJob, can_go_on
@@ -35,7 +37,8 @@ from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-DETAIL = "its stored prefix"
+DETAILS = {DISK: "its prefix from disk"}
+OTHER_DETAIL = "its prefix from the row server"
 POLL_S = 0.001
 MOST_WAIT_S = 10.0
 """Longest hold of a request."""
@@ -65,6 +68,7 @@ class Waiting:
     lookup: Future[RowResult] | None
     until: float
     jobs: set[RowsJob] = field(default_factory=set)
+    is_resumed: bool = False
 
 
 class StoreTier(CoreFeature):
@@ -83,7 +87,12 @@ class StoreTier(CoreFeature):
             None  # being looked up before a save
         )
         self._ranges: OrderedDict[str, tuple[int, int]] = OrderedDict()  # request -> tokens loaded for it
+        self._tried: OrderedDict[str, int] = OrderedDict()  # preempted request -> its preemptions
         self._num_holds = 0
+        self._detail = DETAILS.get(self._info.medium, OTHER_DETAIL)
+        self._announces = config.kv_events.enabled and not config.kv_store.is_peer
+        self._listing = executor.move_rows("list", []) if self._announces else None
+        self._removals: list[Future[RowResult]] = []  # of content that proved wrong
         self._rest_s = REST_S
         self._rest_until = 0.0
 
@@ -98,12 +107,14 @@ class StoreTier(CoreFeature):
             any(one.until <= now or can_go_on(one.lookup, one.jobs) for one in self._waiting)
             or self._jobs.has_work
             or (self._unsaved is not None and self._unsaved[1].done())
+            or (self._listing is not None and self._listing.done())
             or self._can_save
         )
 
     @property
     def patience_s(self) -> float | None:
-        return POLL_S if self._waiting or self._jobs or self._unsaved else None
+        is_busy = self._waiting or self._jobs or self._unsaved or self._listing
+        return POLL_S if is_busy else None
 
     def admitted(self, request_id: str) -> None:
         """Look for the prefix of a new request in the store, and hold it if blocks of it are there."""
@@ -112,15 +123,18 @@ class StoreTier(CoreFeature):
             return
         if self._info.is_writable:
             self._executor.move_rows("touch", [(key, 0) for key in keys])
+        self._look_up(request_id, keys, is_resumed=False)
+
+    def _look_up(self, request_id: str, keys: list[BlockHash], *, is_resumed: bool) -> None:
+        """Hold a waiting request while blocks of it that are not cached are looked for in the store, and loaded."""
         if all(map(self._scheduler.is_cached, keys)):
             return
         self._num_holds += 1
         lookup = self._executor.move_rows("find", [(key, 0) for key in keys])
-        waiting = Waiting(
-            request_id, f"stored prefix {self._num_holds}", keys, lookup, self._clock() + LEAST_WAIT_S
-        )
+        hold, until = f"stored prefix {self._num_holds}", self._clock() + LEAST_WAIT_S
+        waiting = Waiting(request_id, hold, keys, lookup, until, is_resumed=is_resumed)
         if self._is_held(waiting):
-            self._scheduler.hold(request_id, Hold(waiting.hold, Cause.NOT_READY, DETAIL), self._clock())
+            self._scheduler.hold(request_id, Hold(waiting.hold, Cause.NOT_READY, self._detail), self._clock())
             self._waiting.append(waiting)
             self._jobs.start_due()
 
@@ -128,6 +142,7 @@ class StoreTier(CoreFeature):
         self._end_jobs()
         self._jobs.start_due()
         self._release_ready()
+        self._reload_preempted()
         self._plan_saves()
         return []
 
@@ -179,6 +194,7 @@ class StoreTier(CoreFeature):
         self._note_health(found)
         stored = [key for key, is_there in zip(waiting.keys, found.done, strict=True) if is_there]
         stored = [key for key in stored if self._jobs.is_right(key)]
+        self._announce(stored, found.removed)
         computing_s = self._scheduler.computing_s(len(stored))
         if len(stored) * self._info.row_bytes / self._bytes_per_s > computing_s:
             return
@@ -192,9 +208,23 @@ class StoreTier(CoreFeature):
             self._jobs.add(job)
             waiting.jobs.add(job)
         waiting.until = self._clock() + min(max(computing_s, LEAST_WAIT_S), MOST_WAIT_S)
+        if waiting.is_resumed:
+            self._stats.num_reloads += 1
+            return
         self._ranges[waiting.request_id] = (load.start, load.end)
         if len(self._ranges) > MOST_REMEMBERED:
             self._ranges.popitem(last=False)
+
+    def _reload_preempted(self) -> None:
+        """Before the next preempted request is resumed, load what the caches have lost of it meanwhile; tried once."""
+        found = None if self._is_resting else self._scheduler.next_resumed()
+        if found is None or self._tried.get(found[0]) == found[1]:
+            return
+        self._tried[found[0]] = found[1]
+        self._tried.move_to_end(found[0])
+        if len(self._tried) > MOST_REMEMBERED:
+            self._tried.popitem(last=False)
+        self._look_up(found[0], self._scheduler.storable_keys(found[0]), is_resumed=True)
 
     def _release_ready(self) -> None:
         """Release requests whose blocks are here, or which have waited long enough."""
@@ -247,6 +277,7 @@ class StoreTier(CoreFeature):
 
     def _begin_save(self, keys: Sequence[BlockHash], found: RowResult) -> None:
         self._note_health(found)
+        self._announce(itertools.compress(keys, found.done), found.removed)
         new = [key for key, is_there in zip(keys, found.done, strict=True) if not is_there]
         transfers = (
             self._scheduler.begin_saves([key for key in new if self._jobs.is_right(key)]) if new else []
@@ -260,18 +291,31 @@ class StoreTier(CoreFeature):
         for key in keys:
             self._to_save.pop(key, None)
         self._jobs.forget(keys)
-        self._executor.move_rows("remove", [(key, 0) for key in keys])
+        self._removals.append(self._executor.move_rows("remove", [(key, 0) for key in keys]))
+        self._announce([], keys)
+
+    def _announce(self, stored: Iterable[BlockHash], removed: Sequence[bytes]) -> None:
+        """Report to subscribers of KV events rows that the directory has lost, and rows that it has."""
+        if self._announces:
+            right = [key for key in stored if self._jobs.is_right(key)]
+            self._scheduler.note_outside(right, removed, self._info.medium)
 
     # Jobs
 
     def _end_jobs(self) -> None:
         """Note the jobs that have ended, and let their requests go on."""
+        if self._listing is not None and self._listing.done():  # before what was begun later
+            listed, self._listing = self._listing.result(), None
+            self._announce(listed.names, listed.removed)
         for ended in self._jobs.pop_ended():
             self._note_health(ended.result)
+            saved = itertools.compress(ended.job.keys, ended.moved) if ended.job.action == "save" else ()
+            self._announce(saved, ended.result.removed)
             self._note_moved(ended.job, sum(ended.moved))
             for waiting in self._waiting:
                 waiting.jobs.discard(ended.job)
-        if self._unsaved is None:
+        self._removals = [removal for removal in self._removals if not removal.done()]
+        if self._unsaved is None and not self._removals:
             self._jobs.forgive()
 
     def _note_moved(self, job: RowsJob, num_rows: int) -> None:

@@ -6,14 +6,15 @@ its connector, under a lease. The request's last update waits for the copies and
 decodes holds a request while its blocks are pulled into the host tier, from which the request takes them like any hit.
 
 Invariant: a held request is released, and a withheld update sent, within a bounded time, whatever the other engine
-does. A pull that failed, in whole or in part, is a shorter hit. Each lease is ended once by whoever pulls, or ends by
-itself.
+does. A pull that failed, in whole or in part, is a shorter hit, or ends the request (`kv_load_failure_policy`). Each
+lease is ended once by whoever pulls, or ends by itself.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 import uuid
 from collections import OrderedDict
@@ -29,10 +30,10 @@ from quire.engine.messages import EngineCoreRequest
 from quire.engine.step_loop import Clock
 from quire.executor.base import Executor
 from quire.kv_cache.hashing import BlockHash
-from quire.kv_cache.rows import OFFERS, RowResult
+from quire.kv_cache.rows import OFFERS, LeaseStats, RowResult
 from quire.kv_store import tier
 from quire.kv_store.jobs import RowJobs, RowsJob, can_go_on
-from quire.kv_transfer_params import KVOffer, KVTransfer
+from quire.kv_transfer_params import PULL_FAILED, KVOffer, KVTransfer
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import RequestUpdate, SchedulerStats, TransferStats
@@ -47,6 +48,8 @@ OFFER_S = 5.0
 REST_S = 1.0
 """Time for which an engine that did not answer is left alone; doubles up to `MOST_REST_S`."""
 MOST_REST_S = 30.0
+LEASES_S = 1.0
+"""Time between two counts of the leases that are held."""
 
 
 @dataclass(eq=False)
@@ -94,6 +97,8 @@ class TransferTier(CoreFeature):
         settings = config.kv_store.transfer
         assert settings is not None, "only with --kv-transfer-config"
         self._extra = settings.extra
+        self._fails = settings.kv_load_failure_policy == "fail"
+        self._failed: list[str] = []  # requests to be ended
         self._info = executor.open_row_store()
         self._parallel = config.parallel
         self._engine_id = settings.engine_id or str(uuid.uuid4())
@@ -108,6 +113,8 @@ class TransferTier(CoreFeature):
         self._ranges: OrderedDict[str, tuple[int, int]] = OrderedDict()  # request -> tokens loaded for it
         self._health: dict[str, _Health] = {}
         self._num_holds = 0
+        self._count: Future[RowResult] | None = None  # of leases
+        self._count_at = math.inf
         self._has_one_group = scheduler.tokens_of(1) == config.cache.block_size
 
     @staticmethod
@@ -122,11 +129,16 @@ class TransferTier(CoreFeature):
             or self._jobs.has_work
             or any(pull.until <= now or can_go_on(pull.lookup, pull.jobs) for pull in self._pulls)
             or any(offer.until <= now or (offer.retry_at <= now and not offer.jobs) for offer in self._ending)
+            or bool(self._failed)
+            or self._count_at <= now
+            or (self._count is not None and self._count.done())
         )
 
     @property
     def patience_s(self) -> float | None:
-        return tier.POLL_S if self._pulls or self._jobs or self._ending else None
+        if self._pulls or self._jobs or self._ending or self._count is not None:
+            return tier.POLL_S
+        return LEASES_S if self._count_at < math.inf else None
 
     def holds_for(self, message: EngineCoreRequest) -> list[Hold]:
         self._refuse_arriving()
@@ -149,8 +161,9 @@ class TransferTier(CoreFeature):
         self._refuse_arriving()
         self._end_jobs()
         self._jobs.start_due()
+        self._count_leases()
         self._release_pulled()
-        return list(self._pop_offered())
+        return [*self._pop_failed(), *self._pop_offered()]
 
     def stepped(self, updates: list[RequestUpdate]) -> None:
         """Begin to copy what the step has computed, and withhold last updates whose copies are not complete."""
@@ -190,7 +203,7 @@ class TransferTier(CoreFeature):
         self._stats.num_pulls += 1
         now = self._clock()
         if now < self._health_of(source).rest_until:
-            self._stats.num_failed_pulls += 1
+            self._note_short(request_id)
             return
         self._num_holds += 1
         hold = f"pulled prefix {self._num_holds}"
@@ -248,7 +261,7 @@ class TransferTier(CoreFeature):
     def _end_pull(self, pull: Pull, *, is_short: bool) -> None:
         now = self._clock()
         if is_short:
-            self._stats.num_failed_pulls += 1
+            self._note_short(pull.request_id)
             if self._scheduler.is_unfinished(pull.request_id):  # The reason remains for `explain`.
                 self._scheduler.hold(
                     pull.request_id, Hold(f"{pull.hold} failed", Cause.NOT_READY, FAILED), now
@@ -256,6 +269,20 @@ class TransferTier(CoreFeature):
         self._scheduler.release(pull.hold, now)
         self._scheduler.release(f"{pull.hold} failed", now)
         self._end_lease(pull.source)
+
+    def _note_short(self, request_id: str) -> None:
+        """Note a pull that did not bring everything: the request computes the rest, or ends, by the policy."""
+        self._stats.num_failed_pulls += 1
+        if self._fails:
+            self._failed.append(request_id)
+
+    def _pop_failed(self) -> list[RequestUpdate]:
+        """End the requests that the policy does not let compute; returns their last updates."""
+        failed, self._failed = self._failed, []
+        ends = self._scheduler.finish_requests(failed, "error", self._clock())
+        for end in ends:
+            end.error = PULL_FAILED
+        return ends
 
     def _renew(self, pull: Pull, now: float) -> None:
         if now >= pull.renew_at:
@@ -334,6 +361,7 @@ class TransferTier(CoreFeature):
             (place for place, key in enumerate(offer.keys) if key not in offer.kept), len(offer.keys)
         )
         self._stats.num_offers += 1
+        self._count_at = self._clock()
         self._stats.num_offered += len(offer.kept)
         self._stats.num_unoffered += len(offer.keys) - len(offer.kept)
         offer.last.kv_offer = KVOffer(
@@ -366,6 +394,17 @@ class TransferTier(CoreFeature):
         self._jobs.forget(keys)
         if self._info.port:
             self._executor.move_rows("remove", [(key, 0) for key in keys], OFFERS)
+
+    def _count_leases(self) -> None:
+        """Count the leases now and then, as long as there are any: other engines end them."""
+        now = self._clock()
+        if self._count is not None and self._count.done():
+            leases, self._count = self._count.result().leases or LeaseStats(), None
+            self._stats.num_leases, self._stats.oldest_lease_s = leases.num_leases, leases.oldest_s
+            self._count_at = now + LEASES_S if leases.num_leases else math.inf
+        elif self._count is None and self._count_at <= now:
+            self._count_at = math.inf
+            self._count = self._executor.move_rows("list", [], OFFERS)
 
     # Jobs and health
 

@@ -11,13 +11,17 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from math import sqrt
 from pathlib import Path
 
 from quire.config import ASSETS
+from quire.config.model import LoRAConfig
 from quire.errors import ModelLoadError, ValidationError
 from quire.lora_request import LoRARequest
+from quire.models.bounded_directory import user_cache
 from quire.models.checkpoint_files import TEMPLATE_FOLDER
+from quire.models.file_digests import FileDigests
 from quire.models.fingerprint import files_fingerprint
 from quire.models.json_object import JsonObject, read_json_object
 
@@ -51,6 +55,20 @@ def adapter_fingerprint(directory: Path) -> str:
     return files_fingerprint(files).hex() if files else ""
 
 
+def adapter_content(directory: Path, settings: LoRAConfig) -> str:
+    """Return a digest over an adapter's files and the options that move its bits; empty: files are missing.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    paths = [directory / CONFIG_NAME, directory / WEIGHTS_NAME]
+    if not all(path.is_file() for path in paths):
+        return ""
+    digests = FileDigests(user_cache())
+    parts = [settings.lora_dtype, str(settings.max_lora_rank), *map(digests.digest_of, paths)]
+    return sha256("\n".join(parts).encode()).hexdigest()[:CONTENT_DIGITS]
+
+
 def adapter_request(name: str, number: int, path: str) -> LoRARequest:
     """Return the request for an adapter as it is on disk now: with an absolute path and a fingerprint of its files.
 
@@ -70,6 +88,7 @@ def adapter_request(name: str, number: int, path: str) -> LoRARequest:
     return LoRARequest(name, number, str(directory), fingerprint)
 
 
+CONTENT_DIGITS = 32
 MAX_FILE_RANK = 4096
 
 _OF_TRAINING = frozenset(

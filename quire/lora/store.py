@@ -9,15 +9,17 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from quire.config.model import LoRAConfig
 from quire.errors import StartupError, ValidationError
 from quire.kernels.lora import LoraStacks, SlotMemory
 from quire.layers.adapter_rows import AdapterEmbeddingRows, AdapterOutputRows
 from quire.lora.checkpoint import Adapter, read_adapter
-from quire.lora.peft_config import adapter_fingerprint, directory_of
+from quire.lora.peft_config import adapter_content, adapter_fingerprint, directory_of
 from quire.lora.targets import Targets
 from quire.lora_request import LoRARequest
 
@@ -126,6 +128,7 @@ class AdapterStore:
         max_rows: most replaced rows of an adapter in each table.
         max_added: most added rows among them.
         base_model: name of the model; an adapter trained on another is logged.
+        settings: options of adapters, which their contents depend on.
     """
 
     def __init__(
@@ -137,8 +140,10 @@ class AdapterStore:
         max_rows: int,
         max_added: int,
         base_model: str = "",
+        settings: LoRAConfig | None = None,
     ) -> None:
         self._base_model = base_model
+        self._settings = settings or LoRAConfig()
         self._max_rank = max_rank
         self._row_dtype = row_dtype
         self._rows = {"max_rows": max_rows, "max_added": max_added}
@@ -189,7 +194,7 @@ class AdapterStore:
             logger.exception("adapter %r could not be read", request.lora_name)
             problem = "it could not be read; the server's log says why"
         else:
-            if request.fingerprint not in ("", adapter_fingerprint(directory)):
+            if self._has_changed(request, directory):
                 raise ValidationError(
                     f"adapter {request.lora_name!r}: its files have changed since it was loaded; "
                     "load it again, in place",
@@ -205,6 +210,12 @@ class AdapterStore:
                 )
             return
         raise ValidationError(f"adapter {request.lora_name!r}: {problem}", param="lora_request")
+
+    def _has_changed(self, request: LoRARequest, directory: Path) -> bool:
+        """Return whether the files that were read are others than those that the request was made for."""
+        if request.fingerprint not in ("", adapter_fingerprint(directory)):
+            return True
+        return bool(request.content) and request.content != adapter_content(directory, self._settings)
 
 
 def _lower_priority() -> None:

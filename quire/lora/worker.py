@@ -40,6 +40,7 @@ class WorkerAdapters(WorkerFeature):
             max_rows=config.lora.lora_extra_vocab_size,
             max_added=config.max_added_tokens,
             base_model=config.model.model,
+            settings=config.lora,
         )
         self._slots: AdapterSlots | None = None
 

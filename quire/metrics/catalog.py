@@ -48,6 +48,7 @@ def token_buckets(max_model_len: int) -> list[int]:
 
 PREFIX = "quire:"
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+WEIGHT_UPDATE_ENDS = ("finished", "failed", "aborted")
 ENGINE = ("model_name", "engine")  # Labels of per-core metrics; `engine` is the index of the core.
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
 CACHE_CONFIG_LABELS = {
@@ -96,6 +97,22 @@ METRICS = (
         "1 for the core's sleep state; weights_offloaded is sleep at level 1, wherever the weights are.",
         (*ENGINE, "sleep_state"),
         SLEEP_STATES,
+    ),
+    MetricInfo(
+        "counter",
+        "weight_updates",
+        "Weight updates by their end; the old weights stay unless it is finished (docs/training.md).",
+        ("model_name", "outcome"),
+        WEIGHT_UPDATE_ENDS,
+        vllm=None,
+    ),
+    MetricInfo(
+        "histogram",
+        "weight_update_seconds",
+        "From the last message of a weight update until the new weights are in use.",
+        ("model_name",),
+        buckets=HTTP_S,
+        vllm=None,
     ),
     MetricInfo(
         "gauge",
@@ -234,6 +251,9 @@ METRICS = (
     MetricInfo("counter", "kv_store_corrupt_blocks", "Stored blocks that were damaged.", vllm=None),
     MetricInfo("counter", "kv_store_evicted_blocks", "Blocks evicted from the store.", vllm=None),
     MetricInfo("counter", "kv_store_timeouts", "Requests that stopped waiting for the store.", vllm=None),
+    MetricInfo(
+        "counter", "kv_store_reloads", "Preempted requests that loaded their prefix again.", vllm=None
+    ),
     MetricInfo("counter", "kv_transfer_offers", "Requests whose blocks were offered to a peer.", vllm=None),
     MetricInfo("counter", "kv_transfer_offered_blocks", "Blocks that were kept for a peer.", vllm=None),
     MetricInfo(
@@ -244,6 +264,8 @@ METRICS = (
         "counter", "kv_transfer_failed_pulls", "Of these, computed in part or whole after all.", vllm=None
     ),
     MetricInfo("counter", "kv_transfer_pulled_blocks", "Blocks loaded from a peer.", vllm=None),
+    MetricInfo("gauge", "kv_transfer_leases", "Leases under which blocks are kept for peers.", vllm=None),
+    MetricInfo("gauge", "kv_transfer_oldest_lease_seconds", "Age of the oldest of them.", vllm=None),
     MetricInfo(
         "gauge", "encoder_cache_usage_perc", "Fraction of --encoder-cache-gb in use, 1 is all.", vllm=None
     ),

@@ -53,6 +53,7 @@ STORE_TOTALS = {
     "kv_store_corrupt_blocks": "num_corrupt",
     "kv_store_evicted_blocks": "num_evicted",
     "kv_store_timeouts": "num_timeouts",
+    "kv_store_reloads": "num_reloads",
 }  # Metric -> field of StoreStats.
 ENCODER_USAGE = "encoder_cache_usage_perc"
 ENCODER_TOTALS = {
@@ -61,6 +62,10 @@ ENCODER_TOTALS = {
     "encoder_seconds": "encode_s",
     "encoder_failures": "num_failed",
 }  # Metric -> field of EncoderStats.
+TRANSFER_GAUGES = {
+    "kv_transfer_leases": "num_leases",
+    "kv_transfer_oldest_lease_seconds": "oldest_lease_s",
+}
 TRANSFER_TOTALS = {
     "kv_transfer_offers": "num_offers",
     "kv_transfer_offered_blocks": "num_offered",
@@ -99,6 +104,11 @@ class PrometheusStatLogger(StatLogger):
         self._cache_config = make_family("cache_config_info", registry)
         self._lora_requests = make_family("lora_requests_info", registry)
         self._adapters: dict[int, AdapterStats] = {}
+        updates = make_family("weight_updates", registry)
+        self._weight_updates = {
+            outcome: updates.labels(model_name, outcome) for outcome in BY_NAME["weight_updates"].values
+        }
+        self._weight_update_s = make_family("weight_update_seconds", registry).labels(model_name)
         rejections = make_family("admission_rejections", registry)
         self._rejections = {
             limit: rejections.labels(model_name, limit) for limit in BY_NAME["admission_rejections"].values
@@ -132,6 +142,11 @@ class PrometheusStatLogger(StatLogger):
     def rested(self, state: str) -> None:
         for core in self._cores.values():
             core.record_rest(state)
+
+    def weights_updated(self, outcome: str, seconds: float) -> None:
+        self._weight_updates[outcome].inc()
+        if outcome == "finished":
+            self._weight_update_s.observe(seconds)
 
     def refused(self, limit: str) -> None:
         self._rejections[limit].inc()
@@ -212,6 +227,8 @@ class CoreMetrics:
         if stats.encoder is not None and stats.encoder != last.encoder:
             self._record_encoder(stats.encoder, last.encoder or EncoderStats())
         if stats.transfer is not None and stats.transfer != last.transfer:
+            for name, field in TRANSFER_GAUGES.items():
+                self.set(name, getattr(stats.transfer, field))
             before = last.transfer or TransferStats()
             for name, field in TRANSFER_TOTALS.items():
                 self._inc(name, getattr(stats.transfer, field) - getattr(before, field))

@@ -7,6 +7,7 @@ name never becomes a path here.
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from quire.errors import ConfigError
 
 GGUF = ".gguf"
+_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:\w[\w./-]*)?")
 WEIGHTS = (".safetensors", GGUF)
 
 
@@ -40,6 +42,11 @@ class CachedModel:
         """Form of its weights, in a word."""
         forms = {PurePosixPath(name).suffix.removeprefix(".") for name in self.files}
         return " and ".join(sorted(forms)) or "no weights"
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name has the form of a Hugging Face id, optionally with one of its GGUF files."""
+    return _ID.fullmatch(name) is not None
 
 
 def cached_models(cache_dir: str | None) -> list[CachedModel]:

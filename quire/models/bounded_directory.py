@@ -21,6 +21,17 @@ _KEY_DIGITS = 32
 GIB = 2**30
 
 
+def user_cache() -> Path | None:
+    """Return the user's cache directory, by the XDG specification; None: no home."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return None
+
+
 class BoundedDirectory:
     """Files of one suffix, named "NAME.KEY.SUFFIX", in `path`; other files there are left alone.
 

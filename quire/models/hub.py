@@ -12,14 +12,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from quire.errors import ModelLoadError
-from quire.models.gguf.model import SUFFIX, is_first_part, part_names, part_paths
+from quire.models.gguf.model import (
+    SUFFIX,
+    choose_projector,
+    is_first_part,
+    is_projector,
+    part_names,
+    part_paths,
+)
+
+if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
 
 # No pickled weights and no code: only files that quire reads.
 _WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-_PROJECTOR = "mmproj"
-"""File name prefix of multimodal projectors, which contain no language model."""
 _MAX_LISTED = 24
 
 
@@ -45,16 +54,71 @@ class HubModel:
             return self._gguf(self.gguf)
         directory = self._snapshot(_WANTED_FILES)
         has_weights = any(directory.glob("*.safetensors"))
-        return directory if has_weights or not self._ggufs() else self._gguf("")
+        return directory if has_weights or not _models(self._gguf_files()) else self._gguf("")
+
+    def blobs(self) -> Path:
+        """Return the directory of its files in the cache, which may not exist yet."""
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        return Path(self.cache_dir or HF_HUB_CACHE) / f"models--{self.id.replace('/', '--')}" / "blobs"
+
+    def size(self) -> tuple[int, int]:
+        """Return the bytes of the files that `find` needs, and of those of them that are not in the cache.
+
+        Both are 0 if Hugging Face cannot be asked.
+
+        Raises:
+            ModelLoadError: as `find`.
+        """
+        from huggingface_hub import errors
+
+        patterns = _WANTED_FILES if self.gguf is None else self._gguf_patterns(self.gguf)
+        with self._explained():
+            try:
+                infos = self._planned(patterns)
+                has_weights = any(info.filename.endswith(".safetensors") for info in infos)
+                if self.gguf is None and not has_weights and _models(self._gguf_files()):
+                    infos = self._planned(self._gguf_patterns(""))
+            except errors.DryRunError:
+                return 0, 0
+        sizes = [(info.file_size or 0, info.will_download) for info in infos]
+        return sum(size for size, _ in sizes), sum(size for size, is_missing in sizes if is_missing)
+
+    def _planned(self, patterns: Sequence[str]) -> list[DryRunFileInfo]:
+        """Return what a download of the files of these patterns would do. Raises as Hugging Face's library does."""
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(
+            self.id,
+            revision=self.revision,
+            cache_dir=self.cache_dir,
+            allow_patterns=list(patterns),
+            dry_run=True,
+        )
+
+    def _gguf_patterns(self, wanted: str) -> list[str]:
+        return [escape(name) for name in self._gguf_names(wanted)]
 
     def _gguf(self, wanted: str) -> Path:
-        there = self._ggufs()
+        names = self._gguf_names(wanted)
+        directory = self._snapshot([escape(name) for name in names])
+        return part_paths(directory / names[0])[0]
+
+    def _gguf_names(self, wanted: str) -> list[str]:
+        """Return the names of the files of the GGUF model, and of its encoder.
+
+        Raises:
+            ModelLoadError: there is not exactly one model.
+        """
+        files = self._gguf_files()
+        there = _models(files)
         found = [name for name in there if wanted == name or wanted == PurePosixPath(name).name]
         found = found or [name for name in there if _is_quantized_as(name, wanted)]
         if len(found) != 1:
             raise ModelLoadError(f"{self.id} has {_how_many(found, wanted)}: {self._choice(found or there)}")
-        directory = self._snapshot([escape(part) for part in part_names(found[0])])
-        return part_paths(directory / found[0])[0]
+        folder = PurePosixPath(found[0]).parent
+        encoder = choose_projector([name for name in files if PurePosixPath(name).parent == folder])
+        return [*part_names(found[0]), *([] if encoder is None else [encoder])]
 
     def _choice(self, names: Sequence[str]) -> str:
         if not names:
@@ -63,27 +127,18 @@ class HubModel:
         listed = ", ".join(names[:_MAX_LISTED]) + more
         return f"name one as {self.id}:{PurePosixPath(names[0]).name}; there are {listed}"
 
-    def _ggufs(self) -> list[str]:
-        """Return the GGUF models of the repository, or of the cache; the first file of a split one."""
-        from huggingface_hub import errors, snapshot_download
+    def _gguf_files(self) -> list[str]:
+        """Return the GGUF files of the repository, or of the cache."""
+        from huggingface_hub import errors
 
         with self._explained():
             try:
-                infos = snapshot_download(
-                    self.id,
-                    revision=self.revision,
-                    cache_dir=self.cache_dir,
-                    allow_patterns=[f"*{SUFFIX}"],
-                    dry_run=True,
-                )
-                names = [info.filename for info in infos]
+                return sorted(info.filename for info in self._planned([f"*{SUFFIX}"]))
             except errors.DryRunError:
                 directory = self._snapshot([])
-                names = [path.relative_to(directory).as_posix() for path in directory.rglob(f"*{SUFFIX}")]
-        models = (PurePosixPath(name) for name in sorted(names))
-        return [
-            str(path) for path in models if is_first_part(path.name) and not path.name.startswith(_PROJECTOR)
-        ]
+                return sorted(
+                    path.relative_to(directory).as_posix() for path in directory.rglob(f"*{SUFFIX}")
+                )
 
     def _snapshot(self, patterns: Sequence[str]) -> Path:
         """Return the model's cache directory, containing at least the files of these patterns."""
@@ -138,6 +193,12 @@ def _is_quantized_as(name: str, wanted: str) -> bool:
     """
     word = rf"(^|[-./_]){re.escape(wanted)}[-./]" if wanted else ""
     return re.search(word, name, re.IGNORECASE) is not None
+
+
+def _models(files: Sequence[str]) -> list[str]:
+    """Return the models among GGUF files; the first file of a split one."""
+    names = ((name, PurePosixPath(name).name) for name in files)
+    return [path for path, name in names if is_first_part(name) and not is_projector(name)]
 
 
 def _how_many(found: Sequence[str], wanted: str) -> str:

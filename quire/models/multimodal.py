@@ -82,12 +82,16 @@ class Wrapper:
     """Key of the language model's config."""
     reads_images: bool = False
     """The encoder, whose config is under `encoder`, reads an image of one size for cross-attention."""
+    of_media: tuple[str, ...] = ()
+    """Keys of the language model that hold for prompts with media only, whose spans say the same."""
     beside: Mapping[str, Any] = field(default_factory=dict)
     """Values that the language model's config lacks."""
 
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
 LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
+    "gemma": WrappedLanguageModel("GemmaForCausalLM", (256000, 3072, 24576, 28, 16, 16, 8192)),
+    "gemma2": WrappedLanguageModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8, 4, 8192)),
     "gemma3_text": WrappedLanguageModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8, 4, 131072)),
     "gemma3n_text": WrappedLanguageModel("Gemma3nForCausalLM"),
     "gemma4_text": WrappedLanguageModel("Gemma4ForCausalLM"),
@@ -95,7 +99,7 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "llama4_text": WrappedLanguageModel("Llama4ForCausalLM"),
     "ministral3": WrappedLanguageModel("Ministral3ForCausalLM"),
     "mistral": WrappedLanguageModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32, 8, 131072)),
-    "qwen2": _QWEN2,
+    "qwen2": WrappedLanguageModel("Qwen2ForCausalLM", (151936, 4096, 22016, 32, 32, 32, 32768)),
     "qwen2_vl": _QWEN2,
     "qwen2_vl_text": _QWEN2,
     "qwen2_5_vl": _QWEN2,
@@ -129,6 +133,7 @@ def _translator(architecture: str, models: str, length: str | int = "max_positio
     return Wrapper(architecture, models, ("encoder",), _DECODER, length, reads_text=True)
 
 
+_HEARING = ("audio_tower", "multi_modal_projector")
 _LLAVA_NEXT = ("vision_tower", "multi_modal_projector", "image_newline")
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -168,10 +173,17 @@ WRAPPERS: dict[str, Wrapper] = {
         _translator("M2M100ForConditionalGeneration", "M2M-100, NLLB-200"),
         _translator("MarianMTModel", "OPUS-MT and Tatoeba, by Marian"),
         _translator("MBartForConditionalGeneration", "mBART, mBART-50"),
+        Wrapper("MiniCPMV4_6ForConditionalGeneration", "MiniCPM-V 4.6", ("vision_tower", "merger")),
         Wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2, Magistral, Ministral 3"),
         _translator("MT5ForConditionalGeneration", "mT5", T5_TOKENS),
+        Wrapper(
+            "PaliGemmaForConditionalGeneration",
+            "PaliGemma, PaliGemma 2",
+            of_media=("use_bidirectional_attention",),
+        ),
         _translator("PegasusForConditionalGeneration", "Pegasus"),
         Wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", ("visual",)),
+        Wrapper("Qwen2AudioForConditionalGeneration", "Qwen 2 Audio 7B", _HEARING),
         Wrapper("Qwen2VLForConditionalGeneration", "Qwen 2 VL", ("visual",)),
         Wrapper("Qwen3_5ForConditionalGeneration", "Qwen 3.5", ("visual",)),
         Wrapper("Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 with experts", ("visual",)),
@@ -183,6 +195,7 @@ WRAPPERS: dict[str, Wrapper] = {
         ),
         _translator("T5ForConditionalGeneration", "T5, T5 1.1, Flan-T5", T5_TOKENS),
         _translator("UMT5ForConditionalGeneration", "UMT5", T5_TOKENS),
+        Wrapper("VoxtralForConditionalGeneration", "Voxtral Mini 3B and Small 24B", _HEARING),
         Wrapper(
             "VisionEncoderDecoderModel",
             "TrOCR, Donut",
@@ -224,6 +237,7 @@ def language_model_of(
     if kind not in LANGUAGE_MODELS:
         raise text.unsupported("model_type", f"one of {', '.join(LANGUAGE_MODELS)}")
     values = _values(config, text, LANGUAGE_MODELS[kind], decides=wrapper.text == TEXT)
+    values = {key: value for key, value in values.items() if key not in wrapper.of_media}
     of_text = {key: value for key, value in overrides.items() if key not in ("architectures", wrapper.text)}
     values = with_overrides(values, of_text)
     alone = JsonObject(text.where, values, refused=config.refused)

@@ -17,13 +17,14 @@ class Family:
         processor: subclass of `quire.multimodal.processors.base.Processor`; numpy and Pillow only. Empty if the tower
             reads text.
         tower: computes embeddings from the processor's arrays; empty if none is implemented.
-        images, videos: how one becomes placeholders, for the docs; empty: the family takes none.
+        images, videos, sounds: how one becomes placeholders, for the docs; empty: the family takes none.
     """
 
     processor: str
     tower: str = ""
     images: str = ""
     videos: str = ""
+    sounds: str = ""
 
 
 _PROCESSORS = "quire.multimodal.processors"
@@ -84,13 +85,28 @@ FAMILIES: dict[str, Family] = {
     "M2M100ForConditionalGeneration": _BART,
     "MarianMTModel": _BART,
     "MBartForConditionalGeneration": _BART,
+    "MiniCPMV4_6ForConditionalGeneration": Family(
+        f"{_PROCESSORS}.minicpmv:MiniCPMVProcessor",
+        f"{_TOWERS}.minicpmv:MiniCPMVTower",
+        images="the whole image, then up to 9 slices in rows, each a run between markers",
+    ),
     "Mistral3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.pixtral:PixtralProcessor",
         f"{_TOWERS}.pixtral:Mistral3Tower",
         images="rows of patches, each ended by a break token",
     ),
     "MT5ForConditionalGeneration": _T5,
+    "PaliGemmaForConditionalGeneration": Family(
+        f"{_PROCESSORS}.llava:PaliGemmaProcessor",
+        f"{_TOWERS}.vit:PaliGemmaTower",
+        images="one run of fixed length; the whole prompt is seen both ways",
+    ),
     "PegasusForConditionalGeneration": _BART,
+    "Qwen2AudioForConditionalGeneration": Family(
+        f"{_PROCESSORS}.sound:Qwen2AudioProcessor",
+        f"{_TOWERS}.sound:Qwen2AudioTower",
+        sounds="one run of 25 tokens a second, at most 30 s",
+    ),
     "Qwen2VLForConditionalGeneration": Family(
         f"{_PROCESSORS}.qwen_video:Qwen2VLProcessor",
         f"{_TOWERS}.qwen_vl:QwenVLTower",
@@ -115,6 +131,11 @@ FAMILIES: dict[str, Family] = {
         f"{_PROCESSORS}.whole:WholeImageProcessor",
         f"{_TOWERS}.vit:EncoderTower",
         images="none: it fills positions before the decoder's prompt",
+    ),
+    "VoxtralForConditionalGeneration": Family(
+        f"{_PROCESSORS}.sound:VoxtralProcessor",
+        f"{_TOWERS}.sound:VoxtralTower",
+        sounds="a begin token and one run of 375 tokens for each 30 s begun",
     ),
     "WhisperForConditionalGeneration": Family(
         "quire.multimodal.towers.whisper:Spectrograms", f"{_TOWERS}.whisper:WhisperTower"

@@ -17,11 +17,11 @@ BEGIN, END = "<!-- families: python -m quire.multimodal.page -->", "<!-- end of 
 def table() -> str:
     """Return the table in Markdown."""
     rows = [
-        f"| `{name}` | {family.images} | {family.videos or 'none'} |"
+        f"| `{name}` | {family.images or 'none'} | {family.videos or 'none'} | {family.sounds or 'none'} |"
         for name, family in FAMILIES.items()
-        if family.images
+        if family.images or family.sounds
     ]
-    head = ["| architecture | placeholders of an image | of a video |", "|---|---|---|"]
+    head = ["| architecture | placeholders of an image | of a video | of a sound |", "|---|---|---|---|"]
     return "\n".join([BEGIN, "", *head, *rows, "", END])
 
 

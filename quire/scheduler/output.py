@@ -247,6 +247,7 @@ class TransferStats(msgspec.Struct, omit_defaults=True):
         num_offered, num_unoffered: blocks of these that were kept, and those that were not.
         num_pulls: requests that were to be pulled; of them `num_failed_pulls` came in part or not at all.
         num_pulled: blocks that were loaded.
+        num_leases, oldest_lease_s: leases that are held for other engines, and the age of the oldest in seconds.
     """
 
     num_offers: int = 0
@@ -255,6 +256,8 @@ class TransferStats(msgspec.Struct, omit_defaults=True):
     num_pulls: int = 0
     num_failed_pulls: int = 0
     num_pulled: int = 0
+    num_leases: int = 0
+    oldest_lease_s: float = 0.0
 
 
 class StoreStats(msgspec.Struct, omit_defaults=True):
@@ -267,6 +270,7 @@ class StoreStats(msgspec.Struct, omit_defaults=True):
         num_timeouts: requests that did not wait for it any longer.
         num_rests: times at which it was left alone for a while; `is_resting`: it is so now.
         num_rows, num_bytes: what it has now.
+        num_reloads: preempted requests that loaded their prefix again.
     """
 
     medium: str = ""
@@ -282,6 +286,7 @@ class StoreStats(msgspec.Struct, omit_defaults=True):
     num_bytes: int = 0
     num_corrupt: int = 0
     num_evicted: int = 0
+    num_reloads: int = 0
 
 
 class EncoderStats(msgspec.Struct, omit_defaults=True):

@@ -152,7 +152,7 @@ class Request:
         self.starts_over = False
         self.lora_request = lora_request
         self.media = list(media)
-        adapter = None if lora_request is None else lora_request.key
+        adapter = None if lora_request is None else lora_request.cache_key
         self.extra_keys = extra_keys(cache_salt, adapter, self.media)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0
@@ -192,8 +192,8 @@ class Request:
 
     @property
     def adapter(self) -> str | None:
-        """Key of the LoRA adapter for prefix hashing; None without one."""
-        return self.extra_keys.adapter
+        """Key of the LoRA adapter; None without one."""
+        return None if self.lora_request is None else self.lora_request.key
 
     @property
     def reads_prefix_cache(self) -> bool:

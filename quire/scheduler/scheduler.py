@@ -359,6 +359,20 @@ class Scheduler:
             return []
         return self._kv.storable_keys(request)
 
+    def next_resumed(self) -> tuple[str, int] | None:
+        """Return the preempted request that the next plan resumes first, and how often it was preempted.
+
+        None if that is no preempted request, lacks blocks, is swapped out, or must not read the cache.
+        """
+        may_be = self._queues.num_preemptions and not self._is_paused
+        request = next(iter(self._queues.policy), None) if may_be else None
+        if request is None or request.status is not RequestStatus.PREEMPTED or request.num_steps_in_flight:
+            return None
+        if not request.reads_prefix_cache or self._kv.get_swapped_blocks(request) is not None:
+            return None
+        is_short = self._kv.num_blocks_short(request, self._kv.get_computed_blocks(request)) > 0
+        return None if is_short else (request.request_id, request.num_preemptions)
+
     def is_cached(self, key: BlockHash) -> bool:
         """Return whether content is in the prefix cache, on either tier."""
         return self._kv.is_cached(key)
@@ -380,6 +394,10 @@ class Scheduler:
     def end_transfers(self, moved: Sequence[tuple[int, bool]]) -> None:
         """Give host blocks back, (block id, has moved), in the order of their sequence; see `HostTransfers.end`."""
         self._kv.transfers.end(moved)
+
+    def note_outside(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], medium: str) -> None:
+        """Report to subscribers blocks that a store outside the engine has lost, and those that it has."""
+        self._kv.note_outside(stored, removed, medium)
 
     def computing_s(self, num_keys: int) -> float:
         """Estimate the seconds that computing the content of pool keys takes."""

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from quire.speech.wav import BLOCK_FRAMES, read_header, read_wav
 LOW_RATE, HIGH_RATE = 1_000, 768_000
 SOUNDFILE, PYAV = "pip install 'quire-llm[audio]'", "pip install 'quire-llm[av]'"
 PARAM = "file"
+NO_PROTOCOLS = {"protocol_whitelist": "none"}  # Of FFmpeg.
 
 
 class Sound(NamedTuple):
@@ -134,20 +135,29 @@ def has_av() -> bool:
 
 def _by_av(source: Path, name: str) -> Sound:
     av = _module("av", name, PYAV)
+    file = source.open("rb")
     try:
-        container = av.open(str(source), mode="r")
+        # A file that names others, such as a playlist, opens none of them.
+        container = av.open(file, container_options=NO_PROTOCOLS, io_open=_refuse_to_open)
     except (av.FFmpegError, ValueError) as error:
+        file.close()
         raise _broken(name, error) from None
     if not container.streams.audio:
         container.close()
+        file.close()
         raise ValidationError("the file has no sound", param=PARAM)
     rate = int(container.streams.audio[0].rate or 0)
-    return Sound(rate, _av_blocks(av, container, rate, name))
+    return Sound(rate, _av_blocks(av, container, file, name))
 
 
-def _av_blocks(av: Any, container: Any, rate: int, name: str) -> Iterator[NDArray[np.float32]]:
+def _refuse_to_open(*_: Any) -> Any:
+    raise ValueError("a sound is one file")
+
+
+def _av_blocks(av: Any, container: Any, file: BinaryIO, name: str) -> Iterator[NDArray[np.float32]]:
+    rate = int(container.streams.audio[0].rate or 0)
     resampler = av.AudioResampler(format="fltp", rate=rate)  # Same rate: it only converts the samples' form.
-    with container:
+    with file, container:
         try:
             for frame in container.decode(audio=0):
                 for plain in resampler.resample(frame):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-mel spectrograms with the values of transformers' WhisperFeatureExtractor.
 
-Invariant: one window at a time, so memory never grows with the length of a file.
+Invariant: a spectrum of `BLOCK_FRAMES` is in memory at a time; a caller with a long file computes window by window.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ RATE = 16_000
 HOP = 160
 FFT = 400
 FLOOR = 1e-10
+BLOCK_FRAMES = 3000  # Frames of which the spectrum is in memory at once.
 LOG_STEP = 27.0 / np.log(6.4)  # Of the mel scale above 1 kHz, where it is logarithmic.
 LINEAR_HZ, LINEAR_MEL = 1000.0, 15.0
 
@@ -31,14 +32,20 @@ def log_mel(samples: Samples, num_bins: int, num_frames: int) -> NDArray[np.floa
     """
     padded = np.zeros(num_frames * HOP, dtype=np.float64)
     padded[: len(samples)] = samples
-    padded = np.pad(padded, FFT // 2, mode="reflect")
-    frames = sliding_window_view(padded, FFT)[::HOP] * _window()
-    spectrum = np.fft.rfft(frames).astype(np.complex64)
-    power = np.abs(spectrum, dtype=np.float64) ** 2
-    mel = np.maximum(FLOOR, mel_filters(num_bins).T @ power.T)
-    log = np.log10(mel).astype(np.float32)[:, :-1]
+    frames = sliding_window_view(np.pad(padded, FFT // 2, mode="reflect"), FFT)[: num_frames * HOP : HOP]
+    log = np.empty((num_bins, num_frames), dtype=np.float32)
+    for first in range(0, num_frames, BLOCK_FRAMES):
+        block = slice(first, first + BLOCK_FRAMES)
+        log[:, block] = _log_power(frames[block], num_bins)
     log = np.maximum(log, log.max() - 8.0)
     return np.asarray((log + 4.0) / 4.0, dtype=np.float32)
+
+
+def _log_power(frames: NDArray[np.float64], num_bins: int) -> NDArray[np.float64]:
+    """Return the logarithm [num_bins, n] of the power of frames [n, FFT]."""
+    spectrum = np.fft.rfft(frames * _window()).astype(np.complex64)
+    power = np.abs(spectrum, dtype=np.float64) ** 2
+    return np.asarray(np.log10(np.maximum(FLOOR, mel_filters(num_bins).T @ power.T)), dtype=np.float64)
 
 
 @functools.cache

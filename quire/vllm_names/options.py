@@ -64,7 +64,8 @@ _LOADING = (
         "qlora_adapter_name_or_path", "give the adapter with --enable-lora --lora-modules NAME=DIRECTORY"
     ),
     accepted(
-        "weight_transfer_config", "load new weights by starting again, or use an adapter (docs/lora.md)"
+        "weight_transfer_config",
+        "each update names its source: directory, segment or address (docs/training.md)",
     ),
 )
 
@@ -161,11 +162,6 @@ _PARALLEL = (
         "the worker is chosen by --device; another device is a plug-in of quire.devices (docs/plugins.md)",
         ("auto",),
     ),
-    refused(
-        "worker_extension_cls",
-        "methods of workers come from the executor; a plug-in of quire.executors adds some (docs/plugins.md)",
-        ("",),
-    ),
 )  # fmt: skip
 
 _COMPILATION = (
@@ -234,11 +230,6 @@ _OBSERVABILITY = (
     accepted("show_hidden_metrics_for_version", "no metric is hidden"),
     accepted("collect_detailed_traces", "spans have all the times (docs/observability.md)"),
     accepted("enable_layerwise_nvtx_tracing cudagraph_metrics", "there are none", _SWITCH),
-    refused(
-        "profiler_config",
-        "start the command under py-spy or perf, or record every plan with --record-trace FILE",
-        ("", {}, "{}"),
-    ),
 )
 
 OPTIONS = table_of(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata
 from quire.layers.step import MediaRows, StepContext
-from quire.media import EncodeProgress, MediaItem
+from quire.media import EncodeProgress, MediaItem, both_ways
 from quire.scheduler.output import NewRequestData
 
 Positions = NDArray[np.int64]
@@ -155,7 +155,8 @@ class _RowMedia(NamedTuple):
     @property
     def end(self) -> int:
         """Position from which on no media matter."""
-        return self.items[-1].end
+        prefix = self.items[0].prefix
+        return self.items[-1].end if prefix is None else prefix.length
 
 
 class MediaBatch:
@@ -209,6 +210,9 @@ class MediaBatch:
             if reason is not None:
                 return reason
             done = item.end
+        prefix = request.media[0].prefix if request.media else None
+        if prefix is not None and not done <= prefix.length <= request.num_prompt_tokens:
+            return f"a prefix of {prefix.length} tokens does not fit the prompt"
         if self._has_axes and request.media:
             most = int(self._rope_of(request)[0].max()) + 1
             if most > self._max_position:
@@ -333,9 +337,9 @@ class MediaBatch:
         for row, start, end, at in _requests(layout):
             found[at : at + end - start] = np.arange(start, end)
             own = self._rows.get(row)
-            for item in () if own is None else own.items:
-                first, last = max(item.start, start), min(item.end, end)
-                if item.both_ways and first < last:
+            for first, last in both_ways([] if own is None else own.items):
+                first, last = max(first, start), min(last, end)
+                if first < last:
                     found[at + first - start : at + last - start] = last - 1
                     sees_ahead = True
         return torch.from_numpy(found) if sees_ahead else None

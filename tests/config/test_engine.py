@@ -43,7 +43,7 @@ SPECULATIVE_KEYS: dict[str, st.SearchStrategy[Any]] = {
 KV_TRANSFER_KEYS: dict[str, st.SearchStrategy[Any]] = {
     "kv_port": st.integers(1, 60000),
     "kv_rank": st.integers(0, 3),
-    "kv_load_failure_policy": st.just("recompute"),
+    "kv_load_failure_policy": st.sampled_from(["recompute", "fail"]),
 }
 REQUIRED: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "speculative_config": {"method": st.text(min_size=1)},

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 
 from quire.disagg.engines import Engine
 from quire.disagg.proxy import ASKED, DisaggProxy
+from tests.disagg import fakes
 from tests.disagg.fakes import served
 from tests.end_to_end.server import Server, free_port, has_ended, wait_until
 
@@ -191,6 +196,87 @@ def test_a_killed_decode_server_ends_its_stream_in_one_error(
     with served(DisaggProxy([Engine(prefill.url)], other, probe_s=3600.0)) as url:
         reply_text = post(url, salted(TEXT, "after")).text
         assert json.loads(reply_text)["usage"]["prompt_tokens_details"]["stored_tokens"] > 20
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+def test_an_engine_killed_with_the_request_is_replaced(
+    half: str, engines: tuple[Server, Server], tmp_path: Path
+) -> None:
+    """It is suspended, so that it has the request and no answer when it is killed."""
+    prefill, decode = engines
+    port = free_port()
+    lost = serve(tmp_path / "lost.log", config("kv_both", port, peers=[f"127.0.0.1:{port}"])).wait_ready()
+    asked, expected = salted(TEXT, f"killed {half}"), answer_of(post(decode.url, salted(TEXT, "alone")))
+    halves = {
+        "prefill": ([Engine(lost.url)], [Engine(decode.url)]),
+        "decode": ([Engine(prefill.url)], [Engine(lost.url), Engine(decode.url)]),
+    }[half]
+    with served(DisaggProxy(*halves, probe_s=3600.0)) as url, ThreadPoolExecutor(1) as pool:
+
+        def health() -> dict[str, Any]:
+            state: dict[str, Any] = httpx.get(f"{url}/health", timeout=WITHIN_S).json()
+            return state
+
+        wait_until(lambda: all(health()[half].values()), WITHIN_S, "an engine is not healthy")
+        lost.process.send_signal(signal.SIGSTOP)
+        reply = pool.submit(post, url, asked)
+        wait_until(lambda: health()["num_requests"] == 1, WITHIN_S, "the request does not arrive")
+        kill(lost)
+        assert answer_of(reply.result(WITHIN_S)) == expected
+        assert health()["counts"][f"{half}_lost"] == 1
+
+
+@pytest.mark.more
+def test_a_decode_engine_killed_while_it_pulls_is_replaced(
+    engines: tuple[Server, Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill engine has answered, and its blocks never come."""
+    expected = answer_of(post(engines[1].url, salted(TEXT, "alone")))
+    with socket.create_server(("127.0.0.1", 0)) as silent, contextlib.ExitStack() as at_end:
+        port = silent.getsockname()[1]
+        place = {"remote_host": "127.0.0.1", "remote_port": port, "remote_request_id": "r" * 36}
+        monkeypatch.setattr(fakes, "PARAMS", {"do_remote_prefill": True, **place})
+        prefill = fakes.FakeEngine()
+        at_end.callback(prefill.stop)
+        decoders = []
+        for name in ("lost", "other"):
+            extra = {"peers": [f"127.0.0.1:{port}"], "pull_timeout_s": WITHIN_S if name == "lost" else 1.0}
+            settings = config("kv_consumer", free_port())
+            settings["kv_connector_extra_config"] |= extra
+            decoders.append(serve(tmp_path / f"{name}.log", settings).wait_ready())
+        lost, other = decoders
+        at_end.callback(other.stop)
+        halves = [Engine(prefill.url)], [Engine(lost.url), Engine(other.url)]
+        with served(DisaggProxy(*halves, probe_s=3600.0)) as url, ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(post, url, salted(TEXT, "pulls"))
+            wait_until(lambda: metrics_of(lost)["pulls_total"] == 1, WITHIN_S, "it does not pull")
+            kill(lost)
+            assert answer_of(reply.result(WITHIN_S)) == expected
+        assert metrics_of(other)["failed_pulls_total"] == 1
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_pull_is_an_error_by_policy(
+    stream: bool, engines: tuple[Server, Server], tmp_path: Path
+) -> None:
+    port = free_port()
+    settings = config("kv_consumer", port, peers=[f"127.0.0.1:{port}"]) | {"kv_load_failure_policy": "fail"}
+    server = serve(tmp_path / "log", settings).wait_ready()
+    params = {
+        "do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": port, "remote_request_id": "r" * 36,
+    }  # fmt: skip
+    for path, body in ((PATH, TEXT), ("/v1/chat/completions", CHAT)):
+        asked = salted(body, path) | {"stream": stream, "kv_transfer_params": params}
+        reply = post(server.url, asked, path)
+        if stream:
+            assert reply.text.count('"error"') == 1
+        else:
+            assert (reply.status_code, "retry-after" in reply.headers) == (503, True)
+        assert "did not all come from the prefill engine" in reply.text
+    assert answer_of(post(server.url, TEXT)) == answer_of(post(engines[1].url, salted(TEXT, "alone")))
+    server.stop()
 
 
 def kill(server: Server) -> None:

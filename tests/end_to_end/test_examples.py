@@ -20,6 +20,7 @@ from PIL import Image
 
 from tests.end_to_end.server import Server
 from tests.fixtures.gguf_models import write_demo
+from tests.fixtures.hearing_models import make_hearing
 from tests.fixtures.seeing_models import make_seeing
 from tests.multimodal.test_whole import OPTIONS, write_tokenizer
 from tests.speech.tiny import save_tiny_whisper
@@ -63,7 +64,7 @@ CHAT = (
     Run("monitoring/metrics.py", r"quire:kv_cache_usage_perc [\d.]+\n.* ms"),
 )
 EMBEDDING = (Run("embeddings.py", r"^0\.\d\d  A young cow"), Run("rerank.py", r"^0\.\d\d  A young cow"))
-WITH_FILES = ("gguf.py", "images.py", "transcription.py")
+WITH_FILES = ("gguf.py", "images.py", "sounds.py", "transcription.py")
 ELSEWHERE = {
     "ray_data.py": "tests/batch/test_ray_data.py",
     "torchrun.py": "tests/end_to_end/test_documented_commands.py",
@@ -135,11 +136,21 @@ def test_images_example_answers(run: Callable[..., str], tmp_path: Path) -> None
     assert run("images.py", str(tmp_path), str(tmp_path / "red.png"), "t1 t2").strip()
 
 
-def test_transcription_example_writes_segments(run: Callable[..., str], tmp_path: Path) -> None:
-    model, sound = save_tiny_whisper(tmp_path / "model"), tmp_path / "speech.wav"
+def write_noise(sound: Path) -> None:
     with wave.open(str(sound), "wb") as file:
         file.setparams((1, 2, 16_000, 0, "NONE", ""))
         file.writeframes((np.random.default_rng(0).standard_normal(16_000) * 3000).astype("<i2").tobytes())
+
+
+def test_sounds_example_answers(run: Callable[..., str], tmp_path: Path) -> None:
+    make_hearing("qwen2-audio", tmp_path)
+    write_noise(tmp_path / "noise.wav")
+    assert run("sounds.py", str(tmp_path), str(tmp_path / "noise.wav"), "t5 t6").strip()
+
+
+def test_transcription_example_writes_segments(run: Callable[..., str], tmp_path: Path) -> None:
+    model, sound = save_tiny_whisper(tmp_path / "model"), tmp_path / "speech.wav"
+    write_noise(sound)
     assert str(sound) in run("transcription.py", str(model), str(sound))
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine import packed_weights
-from quire.engine.packed_weights import user_cache
 from quire.engine.startup import prepare
 from quire.kernels import cpu
+from quire.models.bounded_directory import user_cache
 
 PROGRAM = """
 import sys

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.executor.null import NullExecutor
-from quire.kv_cache.rows import STORE, RowAction, RowResult, RowStoreInfo
+from quire.kv_cache.rows import STORE, LeaseStats, RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheSpec
 
 Content = dict[int, int]
@@ -23,6 +23,7 @@ class Disk:
     Attributes:
         delay: number of polls until an action is done.
         loses: rows at these places of an action are not loaded or saved.
+        leases: that a connector holds.
         fails: actions fail as a whole.
     """
 
@@ -32,6 +33,7 @@ class Disk:
         self.loses: frozenset[int] = frozenset()
         self.fails = False
         self.is_writable = True
+        self.leases = LeaseStats()
 
 
 class PolledFuture(Future[RowResult]):
@@ -73,9 +75,8 @@ class StoringExecutor(NullExecutor):
         def act() -> RowResult:
             if fails:
                 return RowResult([False] * len(rows), "it is broken")
-            return RowResult(
-                [i not in loses and self._move(disk, action, *row) for i, row in enumerate(rows)]
-            )
+            done = [i not in loses and self._move(disk, action, *row) for i, row in enumerate(rows)]
+            return RowResult(done, leases=disk.leases, names=list(disk.rows) if action == "list" else [])
 
         future = PolledFuture(0 if action == "remove" else disk.delay, act)
         future.done()

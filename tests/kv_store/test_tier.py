@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.config import EngineConfig
-from quire.engine import sleeper
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests, AddRequest, EngineCoreRequest, UtilityCall, UtilityResult
 from quire.engine.startup import prepare
@@ -22,6 +21,7 @@ from quire.kv_cache.spec import KVCacheSpec
 from quire.kv_store import tier
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate
+from quire.sleep import sleeper
 from tests.kv_store.storing_executor import Disk, StoringExecutor
 from tests.scheduler.harness import make_spec
 
@@ -94,9 +94,11 @@ def model(null_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return null_model_dir
 
 
-def tokens_alone(config: EngineConfig, specs: Mapping[str, KVCacheSpec], prompt: list[int]) -> list[int]:
+def tokens_alone(
+    config: EngineConfig, specs: Mapping[str, KVCacheSpec], prompt: list[int], **params: Any
+) -> list[int]:
     engine = Engine(config.evolve(kv_store=None), Disk(), specs)
-    engine.add("alone", prompt)
+    engine.add("alone", prompt, **params)
     engine.finish()
     return engine.tokens["alone"]
 
@@ -205,6 +207,53 @@ def test_a_recorded_run_can_be_replayed(model: Path, tmp_path: Path) -> None:
     trace = read_trace(tmp_path / "run")
     assert any(isinstance(frame, TransfersEnded) for frame in trace.frames)
     assert len(list(replay(trace))) > 3
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_preempted_request_loads_what_the_caches_lost(model: Path, async_scheduling: bool) -> None:
+    """Asleep, an engine loses its cache on both tiers; woken, it computes little again."""
+    config, disk, specs = config_for(model, async_scheduling=async_scheduling), Disk(), specs_of(("full",))
+    expected = tokens_alone(config, specs, PROMPTS[0])
+    engine = Engine(config, disk, specs)
+    engine.add("a", PROMPTS[0])
+    while len(engine.tokens["a"]) < 5:
+        engine.step()
+    for method, argument in (("sleep", 1), ("wake_up", ["weights", "kv_cache", "scheduling"])):
+        answer = engine.core.handle(UtilityCall(1, method, [argument]))
+        assert isinstance(answer, UtilityResult)
+        assert answer.error is None
+    engine.finish()
+    assert engine.tokens["a"] == expected
+    update, stats = engine.ended["a"], engine.core.step().stats
+    assert (update.num_preemptions, update.num_cached_tokens, update.num_stored_tokens) == (1, 0, 0)
+    assert stats is not None
+    assert stats.store is not None
+    assert (stats.store.num_reloads, stats.store.num_loaded) == (1, 5)
+    engine.core.shutdown()
+
+
+def test_requests_that_lack_blocks_reload_what_they_lost(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once there is room to resume them; the host tier is too small for what they lose."""
+    config = config_for(model, num_gpu_blocks_override=16, max_model_len=40, max_num_seqs=4)
+    monkeypatch.setattr("quire.kv_cache.sizing.BUFFER_BYTES", 0)
+    monkeypatch.setattr("quire.kv_cache.sizing.MIN_BUFFER_BLOCKS", 4)
+    disk, specs = Disk(), specs_of(("full",))
+    prompts = [[start] * 12 for start in range(1, 5)]
+    expected = [tokens_alone(config, specs, prompt, max_tokens=24) for prompt in prompts]
+    engine = Engine(config, disk, specs)
+    for number, prompt in enumerate(prompts):
+        engine.add(str(number), prompt, max_tokens=24)
+    engine.finish()
+    assert [engine.tokens[str(number)] for number in range(len(prompts))] == expected
+    assert sum(update.num_preemptions for update in engine.ended.values()) > 0
+    stats = engine.core.step().stats
+    assert stats is not None
+    assert stats.store is not None
+    assert stats.store.num_reloads > 0
+    assert sum(update.num_stored_tokens for update in engine.ended.values()) == 0
+    engine.core.shutdown()
 
 
 def test_prompt_logprobs_and_salts_keep_their_own(model: Path) -> None:

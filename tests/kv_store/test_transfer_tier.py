@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from quire.config import EngineConfig
 from quire.engine.messages import AbortRequests, AddRequest, EngineCoreRequest, UtilityCall
+from quire.kv_cache.rows import LeaseStats
 from quire.kv_cache.spec import KVCacheSpec
 from quire.kv_store import tier
-from quire.kv_transfer_params import KVOffer, KVTransfer
+from quire.kv_transfer_params import PULL_FAILED, KVOffer, KVTransfer
 from quire.sampling_params import SamplingParams
 from tests.kv_store.storing_executor import Disk
 from tests.kv_store.test_tier import KINDS, PROMPTS, Engine, config_for, specs_of, tokens_alone
@@ -149,6 +150,57 @@ def test_a_failed_pull_computes_and_says_so(model: Path, fault: str) -> None:
     assert engine.tokens["d"] == expected
     assert stats_of(engine)["num_failed_pulls"] == 1
     disk.fails, disk.delay = False, 0
+    engine.core.shutdown()
+
+
+@pytest.mark.parametrize("fault", ["late", "broken", "short", "gone", "resting"])
+def test_a_failed_pull_ends_the_request_by_policy(model: Path, fault: str) -> None:
+    """Another request, and one that needs no pull, go on."""
+    policy = {"kv_transfer_config": SETTINGS | {"kv_load_failure_policy": "fail"}}
+    config, disk, specs = transferring(model, **policy), Disk(), specs_of(("full",))
+    offer = prefilled(config, disk, specs)
+    engine = Engine(config, disk, specs)
+    add(engine, "other", PROMPTS[3], None)
+    disk.delay = 300 if fault == "late" else 5
+    disk.fails = fault in ("broken", "resting")
+    disk.loses = frozenset({1}) if fault == "short" else frozenset()
+    if fault == "gone":
+        disk.rows.clear()
+    names = ["d", "later"] if fault == "resting" else ["d"]
+    for name in names:
+        add(engine, name, PROMPTS[0], KVTransfer(PLACE, offer.lease))
+        engine.clock.now += 20.0 if fault == "late" else 0.0
+        for _ in range(60):
+            engine.step()
+    engine.finish()
+    for name in names:
+        assert (engine.ended[name].finish_reason, engine.ended[name].error) == ("error", PULL_FAILED)
+        assert engine.tokens[name] == []
+    assert len(engine.tokens["other"]) == 7
+    assert stats_of(engine)["num_failed_pulls"] == len(names)
+    disk.fails, disk.delay, disk.loses = False, 0, frozenset()
+    add(engine, "alone", PROMPTS[0], None)
+    engine.finish()
+    assert len(engine.tokens["alone"]) == 7
+    engine.core.shutdown()
+
+
+def test_leases_are_counted_while_they_last(model: Path) -> None:
+    config, disk, specs = transferring(model), Disk(), specs_of(("full",))
+    disk.leases = LeaseStats(2, 7.5)
+    engine = Engine(config, disk, specs)
+    add(engine, "p", PROMPTS[0], KVTransfer(), max_tokens=1)
+    while "p" not in engine.ended:
+        engine.step()
+    for _ in range(4):
+        engine.step()
+    assert (stats_of(engine)["num_leases"], stats_of(engine)["oldest_lease_s"]) == (2, 7.5)
+    disk.leases = LeaseStats()
+    engine.clock.now += 2.0
+    for _ in range(4):
+        engine.step()
+    assert (stats_of(engine)["num_leases"], stats_of(engine)["oldest_lease_s"]) == (0, 0.0)
+    assert engine.core.patience_s is None, "nothing is left to count"
     engine.core.shutdown()
 
 

@@ -8,8 +8,11 @@ import io
 import json
 import os
 import struct
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,3 +161,34 @@ def test_malformed_header_is_refused_with_its_file(tmp_path: Path, content: byte
     file.write_bytes(content)
     with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
         read_header(file)
+
+
+class PsServer(BaseHTTPRequestHandler):
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        has_key = self.headers.get("Authorization") == "Bearer key"
+        details = {"format": "gguf", "quantization_level": "Q4_K"}
+        model = {"name": "a-model", "size": 2_500_000_000, "context_length": 8192, "details": details}
+        body = json.dumps({"models": [model]} if has_key else {"error": "no key"}).encode()
+        self.send_response(200 if has_key and self.path == "/api/ps" else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_ps_shows_what_a_server_has_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), PsServer) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            assert main(["ps", "--url", url, "--api-key", "key"]) == 0
+            header, row = capsys.readouterr().out.splitlines()
+            assert header.split() == ["NAME", "SIZE", "CONTEXT", "FORMAT"]
+            assert row.split() == ["a-model", "2.50", "GB", "8,192", "gguf", "Q4_K"]
+            assert main(["ps", "--url", url, "--api-key", "key", "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)[0]["name"] == "a-model"
+            assert main(["ps", "--url", url, "--api-key", "other"]) == 2
+        finally:
+            server.shutdown()

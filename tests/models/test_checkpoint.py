@@ -222,3 +222,6 @@ def test_exactly_the_parts_of_a_gguf_model_are_downloaded(
         resolve_model_dir("owner/name:F16", None, None) == tmp_path / "F16" / "tiny-F16-00001-of-00002.gguf"
     )
     assert patterns == [name for name in REPOSITORY if name.startswith("F16/")]
+    patterns.clear()
+    resolve_model_dir("owner/name:Q4_0", None, None)
+    assert patterns == ["tiny-Q4_0.gguf", next(name for name in REPOSITORY if "mmproj" in name)]

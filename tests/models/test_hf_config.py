@@ -403,7 +403,7 @@ def test_unsupported_options(changes: dict[str, Any], words: list[str], tmp_path
 
 
 def test_vision_part_is_not_mistaken_for_a_text_model(tmp_path: Path) -> None:
-    parts = {"architectures": ["PaliGemmaForConditionalGeneration"], "text_config": LLAMA}
+    parts = {"architectures": ["Idefics2ForConditionalGeneration"], "text_config": LLAMA}
     with pytest.raises(
         UnsupportedModelError, match="is multimodal, or consists of several models; those supported"
     ):

@@ -18,6 +18,7 @@ from quire.errors import ModelLoadError, UnsupportedModelError, ValidationError
 from quire.models.hf_config import read_hf_config
 from quire.models.multimodal import LANGUAGE_MODELS, WRAPPERS
 from quire.models.registry import ModelRegistry
+from tests.fixtures.hearing_models import HEARING
 from tests.fixtures.multimodal import MULTIMODAL
 from tests.models.harness import load_tiny, logits_of
 from tests.models.test_parity import assert_close, oracle_logits, prompts
@@ -54,6 +55,7 @@ def test_every_wrapper_has_a_checkpoint_in_the_tests(tiny_model: Callable[[str],
         "Gemma3nForConditionalGeneration",
         "Gemma4ForConditionalGeneration",
         "WhisperForConditionalGeneration",
+        *(row.architecture for row in HEARING.values()),  # tests/multimodal
     }
     elsewhere |= {
         row.architecture for row in WRAPPERS.values() if row.reads_text or row.reads_images
@@ -131,7 +133,8 @@ def test_keys_beside_each_other_with_three_positions_of_a_token(tmp_path: Path) 
 def test_unknown_language_model_is_refused(tmp_path: Path) -> None:
     values = GEMMA3_4B | {"text_config": {"model_type": "mamba"}}
     with pytest.raises(
-        UnsupportedModelError, match=r"text_config: model_type = \"mamba\" .*one of gemma3_text"
+        UnsupportedModelError,
+        match=r"text_config: model_type = \"mamba\" .*one of gemma, gemma2, gemma3_text",
     ):
         read(tmp_path, values)
 

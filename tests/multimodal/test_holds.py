@@ -87,7 +87,7 @@ def test_request_is_held_until_its_items_are_encoded() -> None:
     assert causes == [Cause.NOT_READY.name.lower()] * 3
     explanation = core.core.explain("a")
     assert explanation is not None
-    assert "for its images to be ready" in str(explanation)
+    assert "for its media to be ready" in str(explanation)
     core.drain()
     assert core.end("a").finish_reason == "length"
     assert len(core.budgets) == 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.multimodal.towers.base import Tower
-from quire.multimodal.towers.load import load_tower
+from quire.multimodal.towers.load import load_tower, warm_up
 from quire.worker.media_rows import Embeddings
 from tests.fixtures.seeing_models import SEEING, Picture, make_seeing
 from tests.models.harness import prepared_config
@@ -44,6 +44,13 @@ def computed(tower: Tower, picture: Picture) -> Embeddings:
     while not tower.advance(state):
         pass
     return tower.finish(state)
+
+
+def test_a_warm_up_changes_no_bit(family: tuple[str, Any, Path]) -> None:
+    name, _, path = family
+    picture, (cold, warm) = SEEING[name].picture(0), [load_tower(prepared_config(path)) for _ in range(2)]
+    warm_up(warm)
+    assert torch.equal(computed(cold, picture).values, computed(warm, picture).values)
 
 
 def test_embeddings_equal_those_of_transformers(family: tuple[str, Any, Path]) -> None:

@@ -13,7 +13,7 @@ from tests.fixtures.seeing_models import SEEING, make_seeing
 from tests.multimodal.worker.test_families import GREEDY, SPECIAL, logprobs_of, prompt_of
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma2", "qwen3-vl"])
 def test_tokens_of_a_batch_equal_those_of_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ValidationError
-from quire.media import chunk_end, least_chunk
+from quire.media import Prefix, check_media, chunk_end, least_chunk
 from quire.scheduler.output import SchedulerOutput
 from tests.fixtures.media import item, parts, placed
 from tests.scheduler.harness import VOCAB_SIZE, Engine, make_config, run_alone
@@ -29,14 +29,39 @@ def chunks_of(plans: list[SchedulerOutput], name: str) -> list[tuple[int, int]]:
 
 
 @given(parts, st.integers(0, 24), st.integers(0, 24))
-def test_chunk_end_is_the_last_place_outside_of_items(parts: list[Any], start: int, end: int) -> None:
+def test_chunk_end_is_the_last_place_outside_of_runs(parts: list[Any], start: int, end: int) -> None:
     media, (start, end) = placed(parts, 24), sorted((start, end))
+    runs = [run for one in media if one.both_ways for run in one.runs]
     places = [
-        place
-        for place in range(start, end + 1)
-        if not any(one.both_ways and one.start < place < one.end for one in media)
+        place for place in range(start, end + 1) if not any(first < place < last for first, last in runs)
     ]
     assert chunk_end(media, start, end) == max(places, default=start)
+
+
+def test_a_prefix_is_computed_whole_or_to_its_end() -> None:
+    media = [item(0, 4, prefix=Prefix(10, b"")), item(6, 8)]
+    assert [chunk_end(media, 0, end) for end in (3, 9, 10, 12)] == [0, 0, 10, 12]
+    assert [least_chunk(media, start) for start in (0, 3, 9, 10)] == [10, 7, 1, 1]
+
+
+def test_equal_beginnings_of_prefixes_are_not_shared() -> None:
+    """What a prefix's first positions hold depends on its last ones."""
+    engine = Engine(make_config(max_num_batched_tokens=24))
+    for name, digest in (("a", b"x"), ("b", b"y"), ("c", b"x")):
+        engine.add(name, PROMPT, media=[item(0, 4, prefix=Prefix(len(PROMPT), digest))], max_tokens=1)
+        engine.drain()
+    assert [engine.requests[name].num_cached_tokens for name in "abc"] == [0, 0, 20]
+
+
+@pytest.mark.parametrize(("length", "words"), [(3, "must hold all media"), (40, "within the prompt's 24")])
+def test_a_prefix_outside_its_bounds_is_refused(length: int, words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        check_media([item(0, 4, prefix=Prefix(length, b""))], 24, 24)
+
+
+def test_a_prefix_larger_than_a_step_is_refused() -> None:
+    with pytest.raises(ValidationError, match="the prompt with its images takes 24 tokens"):
+        check_media([item(0, 4, prefix=Prefix(24, b""))], 24, 16)
 
 
 @given(parts, st.integers(0, 23))

@@ -192,7 +192,7 @@ REFUSED = {
     "m --worker-extension-cls a.B": "quire.executors",
     "m --hf-token abc": "HF_TOKEN",
     "m --enable-prompt-adapter": "LoRA",
-    "m --profiler-config.profiler torch": "py-spy",
+    "m --profiler-config.profiler torch": "torch_profiler_dir",
     "m --hf-overrides 3 --rope-theta 1": "--hf-overrides",
     'm --lora-modules \'{"name": "a"}\'': "path",
     "m --speculative-config.method ngram --spec-method suffix": "another value",

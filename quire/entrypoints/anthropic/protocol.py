@@ -15,6 +15,7 @@ from pydantic import Field, WithJsonSchema
 
 from quire.entrypoints.openai.parsing import FieldRules
 from quire.entrypoints.openai.protocol import shapes
+from quire.entrypoints.openai.protocol.media_shapes import of_media
 from quire.entrypoints.openai.protocol.relations import either, has_items
 from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, SamplerFields, TemplateOptions
 from quire.entrypoints.openai.protocol.responses import Timings
@@ -53,6 +54,10 @@ TEXT_BLOCK = any_of(
     object_of({"type": enum("text"), "text": shapes.TEXT}),
     object_of({"type": enum("compaction")}, {"content": shapes.TEXT}),
 )
+IMAGE_SOURCE = any_of(
+    object_of({"type": enum("base64"), "media_type": shapes.TEXT, "data": shapes.TEXT}),
+    object_of({"type": enum("url"), "url": shapes.TEXT}),
+)
 TEXTS = any_of(
     *TEXT_BLOCK["anyOf"],
     object_of({"type": enum("search_result"), "content": array(TEXT_BLOCK)}, {"title": {}, "source": {}}),
@@ -60,6 +65,7 @@ TEXTS = any_of(
         {"type": enum("document"), "source": object_of({"type": enum("text"), "data": shapes.TEXT})},
         {"title": {}, "context": {}},
     ),
+    of_media(object_of({"type": enum("image"), "source": IMAGE_SOURCE})),
 )
 LEFT_OUT = object_of({"type": any_of(enum(*SERVER_BLOCKS), {**shapes.TEXT, "pattern": f"{SERVER_RESULT}$"})})
 CONTENT = any_of(shapes.TEXT, array(TEXTS))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MediaGate`: images and videos of conversations and prompts, for the server and for `LLM`.
+"""`MediaGate`: images, videos and sounds of conversations and prompts, for the server and for `LLM`.
 
-Invariant: nothing of media is imported, and no process or directory is made, unless the model takes images. A model
+Invariant: nothing of media is imported, and no process or directory is made, unless the model takes some. A model
 that takes none, or a machine without Pillow, refuses them with the reason.
 """
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEXT_ONLY = "this model takes text only"
-NO_PILLOW = "images need Pillow on the server: pip install 'quire-llm[vision]'"
-PLURALS = {"image": "images", "video": "videos"}
+NO_PILLOW = "images and sounds need Pillow on the server: pip install 'quire-llm[vision]'"
+PLURALS = {"image": "images", "video": "videos", "audio": "audios"}
 """Kind of media -> its other name in `multi_modal_data`; in the order of a prompt's markers (`MediaTexts.markers`)."""
 OPTIONS = "mm_processor_kwargs"
 IMAGE_TEMPLATE = (
@@ -58,10 +58,10 @@ class EncodedChat:
 
     @property
     def num_media_tokens(self) -> Mapping[str, int]:
-        """Positions that take an embedding, by "image" and "video"."""
+        """Positions that take an embedding, by "image", "video" and "audio"."""
         found = Counter[str]()
         for item in self.media:
-            found["video" if item.kind == "video" else "image"] += item.num_embeddings
+            found[_kind_of(item)] += item.num_embeddings
         return found
 
     def as_prompt(self) -> TokensPrompt:
@@ -89,10 +89,14 @@ class MediaGate:
     Args:
         config: resolved.
         offline: callers are this process: they may pass PIL images, arrays and paths.
+        max_sound_bytes: most bytes of a sound's file; None: as of other media.
     """
 
-    def __init__(self, config: EngineConfig, *, offline: bool = False) -> None:
+    def __init__(
+        self, config: EngineConfig, *, offline: bool = False, max_sound_bytes: int | None = None
+    ) -> None:
         self._offline = offline
+        self._limits = {} if max_sound_bytes is None else {"max_sound_bytes": max_sound_bytes}
         self._reason = TEXT_ONLY
         self._door = self._open(config)
 
@@ -110,12 +114,12 @@ class MediaGate:
             self._reason = NO_PILLOW
             return None
         try:
-            return make_door(config, offline=self._offline)
+            return make_door(config, offline=self._offline, **self._limits)
         except (ModelLoadError, UnsupportedModelError) as error:
             logger.warning(
-                "the model is served for text only, since its images cannot be processed: %s", error
+                "the model is served for text only, since its images or sounds cannot be processed: %s", error
             )
-            self._reason = "this checkpoint's image processor cannot be used; the server's log says why"
+            self._reason = "this checkpoint's processor cannot be used; the server's log says why"
             return None
 
     @property
@@ -126,7 +130,7 @@ class MediaGate:
         tokens, processor = self._door.tokens, self._door.processor
         has_encoder = bool(processor.num_encoded) or processor.leads
         template = IMAGE_TEMPLATE.replace("MARKER", tokens.marker) if has_encoder else ""
-        return MediaTexts(tokens.marker, tokens.literals, tokens.video_marker, template)
+        return MediaTexts(tokens.marker, tokens.literals, tokens.video_marker, tokens.sound_marker, template)
 
     @property
     def input_modalities(self) -> list[str]:
@@ -186,7 +190,7 @@ class MediaGate:
             text = chat.with_media([""] * len(chat.media_kinds())).text
             return self._before_decoder(tokenizer.encode(text, add_special_tokens=False), admitted)
         items = _in_order(chat.media_kinds(), admitted.items)
-        texts = [item.layout.text for item in items]
+        texts = _texts_of(items)
         if self._door.processor.leads:
             return self._expanded(tokenizer.encode(chat.with_media(texts).text), tokenizer, items, admitted)
         return self._expanded(chat.with_media(texts).encode(tokenizer), tokenizer, items, admitted)
@@ -223,40 +227,56 @@ class MediaGate:
         parts = data_parts(prompt)
         door = self._required("multi_modal_data")
         admitted = await door.admit(parts, prompt.get(OPTIONS))
-        markers = self.texts.markers if self.texts is not None else ()
+        markers = self.texts.markers if self.texts is not None else {}
         ids = prompt.get("prompt_token_ids")
         if door.processor.num_encoded:
             given = str(prompt.get("prompt") or "")
             ids = tokenizer.encode(given, add_special_tokens=False) if ids is None else list(ids)
             return self._before_decoder(ids, admitted)
         if ids is None:
-            text = str(prompt.get("prompt", ""))
-            if door.processor.leads and markers[0] not in text:
-                text = markers[0] * len(admitted.items) + text
-            pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text)
-            items = _checked_order([markers.index(each) for each in pieces[1::2]], markers, admitted)
-            pieces[1::2] = [item.layout.text for item in items]
+            known = {marker: kind for kind, marker in markers.items()}
+            given, leading = str(prompt.get("prompt", "")), next(iter(known), "")
+            if door.processor.leads and leading not in given:
+                given = leading * len(admitted.items) + given
+            pieces = re.split(f"({'|'.join(map(re.escape, known))})", given)
+            items = _checked_order([known[each] for each in pieces[1::2]], markers, admitted)
+            pieces[1::2] = _texts_of(items)
             return self._expanded(tokenizer.encode("".join(pieces)), tokenizer, items, admitted)
-        kinds = {tokenizer.id_of(marker): kind for kind, marker in enumerate(markers)}
+        kinds = {tokenizer.id_of(marker): kind for kind, marker in markers.items()}
         items = _checked_order([kinds[each] for each in ids if each in kinds], markers, admitted)
         encoded: list[int] = []
-        fill = iter(items)
+        fill = iter(_texts_of(items))
         for token_id in ids:
-            layout = next(fill).layout if token_id in kinds else None
-            encoded += (
-                [token_id] if layout is None else tokenizer.encode(layout.text, add_special_tokens=False)
-            )
+            text = next(fill) if token_id in kinds else None
+            encoded += [token_id] if text is None else tokenizer.encode(text, add_special_tokens=False)
         return self._expanded(encoded, tokenizer, items, admitted)
 
     def _required(self, where: str) -> MediaDoor:
         if self._door is None:
-            raise ValidationError(f"{where} has images, which cannot be taken: {self._reason}", param=where)
+            raise ValidationError(f"{where} has media, which cannot be taken: {self._reason}", param=where)
         return self._door
+
+    def warm_up(self) -> None:
+        """Prepare for the first image, in the background."""
+        if self._door is not None:
+            self._door.warm_up()
 
     def close(self) -> None:
         """End processes and remove files; idempotent."""
         if self._door is not None:
             self._door.close()
+
+
+def _texts_of(items: Sequence[PreparedItem]) -> list[str]:
+    """Return the texts in place of markers, in which some items say their number."""
+    from quire.multimodal.door.layout import NUMBER
+
+    numbers = Counter[str]()
+    texts = []
+    for item in items:
+        texts.append(item.layout.text.replace(NUMBER, str(numbers[item.kind])))
+        numbers[item.kind] += 1
+    return texts
 
 
 def has_data(prompt: Any) -> bool:
@@ -265,7 +285,7 @@ def has_data(prompt: Any) -> bool:
 
 
 def data_parts(prompt: Mapping[str, Any]) -> list[MediaPart]:
-    """Return the images and then the videos of a prompt's `multi_modal_data`, with their names.
+    """Return the images, videos and sounds of a prompt's `multi_modal_data`, in this order, with their names.
 
     Raises:
         ValidationError: it has another form, or another kind of media.
@@ -276,7 +296,7 @@ def data_parts(prompt: Mapping[str, Any]) -> list[MediaPart]:
             raise ValidationError(f"{name} must be a dict such as {{'image': ...}}", param=name)
         if others := value.keys() - {*PLURALS, *PLURALS.values()}:
             raise ValidationError(
-                f"{name} has {min(others)!r}, and the kinds are 'image' and 'video'", param=name
+                f"{name} has {min(others)!r}, and the kinds are 'image', 'video' and 'audio'", param=name
             )
     return [part for kind in PLURALS for part in _parts_of(kind, data, uuids)]
 
@@ -302,8 +322,11 @@ def _parts_of(kind: str, data: Mapping[str, Any], uuids: Mapping[str, Any]) -> l
 
 
 def _as_list(value: Any, kind: str = "") -> list[Any]:
-    """Return one or several items; a video may be a list of images, or a pair of frames and a dict of metadata."""
-    if kind == "video" and _is_one_video(value):
+    """Return one or several items.
+
+    A video may be a list of images, or a pair of frames and metadata; a sound may be a pair of samples and their rate.
+    """
+    if (kind == "video" and _is_one_video(value)) or (kind == "audio" and _is_one_sound(value)):
         return [value]
     if isinstance(value, list | tuple):
         return list(value)
@@ -317,31 +340,40 @@ def _is_one_video(value: Any) -> bool:
     return is_pair or all(hasattr(each, "getbands") for each in value)  # PIL images
 
 
-def _checked_order(kinds: list[int], markers: Sequence[str], admitted: AdmittedMedia) -> list[PreparedItem]:
+def _is_one_sound(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        return value is not None
+    is_pair = len(value) == 2 and isinstance(value[1], int | float) and not isinstance(value[0], int | float)
+    return is_pair or (bool(value) and all(isinstance(each, int | float) for each in value))
+
+
+def _checked_order(
+    kinds: list[str], markers: Mapping[str, str], admitted: AdmittedMedia
+) -> list[PreparedItem]:
     """Return the items in the order of a prompt's markers.
 
     Raises:
         ValidationError: there are more or fewer of a kind.
     """
     wanted = Counter(_kind_of(item) for item in admitted.items)
-    for kind, (marker, plural) in enumerate(zip(markers, PLURALS.values(), strict=False)):
+    for kind, marker in markers.items():
         if (found := kinds.count(kind)) != wanted[kind]:
             raise ValidationError(
-                f"the prompt has {found} markers {marker!r} and {wanted[kind]} {plural}; write one marker for each",
+                f"the prompt has {found} markers {marker!r} and {wanted[kind]} {PLURALS[kind]}; write one for each",
                 param="prompt",
             )
     return _in_order(kinds, admitted.items)
 
 
-def _in_order(kinds: Sequence[int], items: Sequence[PreparedItem]) -> list[PreparedItem]:
+def _in_order(kinds: Sequence[str], items: Sequence[PreparedItem]) -> list[PreparedItem]:
     """Return items in the order of their markers, of which there are as many of each kind."""
     queues = {kind: iter([item for item in items if _kind_of(item) == kind]) for kind in set(kinds)}
     return [next(queues[kind]) for kind in kinds]
 
 
-def _kind_of(item: PreparedItem) -> int:
-    """Return the index of an item's marker."""
-    return int(item.kind == "video")
+def _kind_of(item: PreparedItem | MediaItem) -> str:
+    """Return the kind by which an item is placed and counted; embeddings are those of images."""
+    return item.kind if item.kind in PLURALS else "image"
 
 
 class OfflineMedia:

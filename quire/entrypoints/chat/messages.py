@@ -9,8 +9,8 @@ rendering, a character that occurs nowhere in the conversation is inserted befor
 text, and before a literal's prefix at the end of a string, which the template could complete. Stretches with this mark
 are encoded separately with special tokens disabled. Tokenizers split at special tokens, so no other id changes.
 Invariant: a prompt without such text is encoded in one call, exactly as rendered.
-Images and videos stand in a content's text as characters that occur nowhere in the conversation (`media_marks`), until
-the content is shown to the template (`ShownMedia`). So they move with the text around them.
+Images, videos and sounds stand in a content's text as characters that occur nowhere in the conversation
+(`media_marks`), until the content is shown to the template (`ShownMedia`). So they move with the text around them.
 `arrangements` yields variants for templates that reject the conversation. They move or join messages; all texts are
 kept, and the system's stay in order.
 """
@@ -30,7 +30,9 @@ from quire.inputs import ChatMessage, Conversation
 STRETCH_CHARS = 2**16
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ALIASES = {"developer": "system"}  # Replacements for roles that a template does not know.
-MEDIA_PARTS = ({"type": "image"}, {"type": "video"})  # Places of items that were taken out of a message.
+MEDIA_KINDS = ("image", "video", "audio")
+"""Types of the parts in place of items, in the order of a prompt's markers."""
+NO_MARKS: Mapping[str, str] = {}
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 THOUGHT_PARTS = {
     "thinking": ("thinking",),
@@ -126,13 +128,15 @@ class MediaTexts:
     marker: str
     literals: tuple[str, ...]
     video_marker: str = ""
+    sound_marker: str = ""
     template: str = ""
     """Chat template of a model whose tokenizer has none; empty: it needs the operator's."""
 
     @property
-    def markers(self) -> tuple[str, ...]:
-        """Markers of the kinds that the model takes, in the order of `MEDIA_PARTS`."""
-        return (self.marker, self.video_marker) if self.video_marker else (self.marker,)
+    def markers(self) -> dict[str, str]:
+        """Marker of each kind that the model takes, in the order of `MEDIA_KINDS`."""
+        every = zip(MEDIA_KINDS, (self.marker, self.video_marker, self.sound_marker), strict=True)
+        return {kind: marker for kind, marker in every if marker}
 
 
 class SpecialTokenTexts:
@@ -248,25 +252,31 @@ class ShownMedia:
     """Form in which a template takes a content with media.
 
     Args:
-        marks: characters that stand for items of each kind in a content's text; none if the model takes none.
+        marks: character that stands for items of a kind in a content's text; none if the model takes none.
         markers: text of an item of each kind, for a template that takes texts.
         parts: content part of an item of each kind, for a template that takes parts; None for the former.
     """
 
     def __init__(
-        self, marks: Sequence[str], markers: Sequence[str], parts: Sequence[Mapping[str, Any] | None]
+        self,
+        marks: Mapping[str, str],
+        markers: Mapping[str, str],
+        parts: Mapping[str, Mapping[str, Any] | None],
     ) -> None:
-        self.marks = tuple(marks)
-        self._forms = dict(zip(marks, zip(markers, parts, strict=True), strict=True))
-        self._any = re.compile(f"([{''.join(map(re.escape, marks))}])") if marks else None
+        self.marks = marks
+        self._forms = {mark: (markers[kind], parts[kind]) for kind, mark in marks.items()}
+        self._any = re.compile(f"([{''.join(map(re.escape, self._forms))}])") if marks else None
 
     def is_in(self, content: str) -> bool:
         """Return whether a content has items."""
-        return any(mark in content for mark in self.marks)
+        return any(mark in content for mark in self._forms)
 
-    def counts(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def counts(self, messages: Sequence[ChatMessage]) -> dict[str, int]:
         """Return the number of items of each kind in these messages."""
-        return [sum(message["content"].count(mark) for message in messages) for mark in self.marks]
+        return {
+            kind: sum(message["content"].count(mark) for message in messages)
+            for kind, mark in self.marks.items()
+        }
 
     def shown(self, plain: PlainText, content: str, end: str = "") -> str | list[dict[str, Any]]:
         """Return a content, protected; `end` is added to its text.
@@ -316,14 +326,14 @@ def checked_messages(
     messages: Conversation,
     aliases: Mapping[str, str] = ROLE_ALIASES,
     adjusted: Adjusted | None = None,
-    media_marks: Sequence[str] = (),
+    media_marks: Mapping[str, str] = NO_MARKS,
 ) -> list[ChatMessage]:
     """Return copies of `messages` in the form that templates read.
 
     Args:
         aliases: role -> the role that the template knows instead.
         adjusted: receives what was changed.
-        media_marks: characters in place of parts of `MEDIA_PARTS`, one of each kind that the model takes.
+        media_marks: character in place of a part of each kind of media that the model takes.
 
     Raises:
         ValidationError: names the message and the field, for example `messages.2.content`.
@@ -353,7 +363,7 @@ def _note_lone_results(messages: list[ChatMessage], adjusted: Adjusted) -> None:
 
 
 def _checked(
-    message: Any, where: str, aliases: Mapping[str, str], adjusted: Adjusted, media_marks: Sequence[str]
+    message: Any, where: str, aliases: Mapping[str, str], adjusted: Adjusted, media_marks: Mapping[str, str]
 ) -> ChatMessage:
     if not isinstance(message, dict):
         raise ValidationError(f"{where} must be an object with role and content", param=where)
@@ -389,7 +399,7 @@ def _checked_role(role: Any, where: str) -> str:
     return str(role)
 
 
-def _read_content(content: Any, role: str, where: str, media_marks: Sequence[str]) -> tuple[str, str]:
+def _read_content(content: Any, role: str, where: str, media_marks: Mapping[str, str]) -> tuple[str, str]:
     """Return the text of a message, and the reasoning among its parts."""
     if isinstance(content, str):
         return content, ""
@@ -400,17 +410,17 @@ def _read_content(content: Any, role: str, where: str, media_marks: Sequence[str
         kind = part.get("type") if isinstance(part, dict) else None
         if role == "assistant" and isinstance(kind, str) and kind in THOUGHT_PARTS:
             thoughts.append(_thought(part, kind, f"{where}.{index}"))
-        elif part in MEDIA_PARTS[: len(media_marks)]:
-            texts.append(media_marks[MEDIA_PARTS.index(part)])
+        elif isinstance(kind, str) and kind in media_marks and len(part) == 1:
+            texts.append(media_marks[kind])
         else:
             texts.append(_part_text(part, f"{where}.{index}"))
     return _joined_parts(texts, media_marks), "".join(thoughts)
 
 
-def _joined_parts(texts: list[str], media_marks: Sequence[str]) -> str:
+def _joined_parts(texts: list[str], media_marks: Mapping[str, str]) -> str:
     """Return texts in lines of their own; media are between them without a line break."""
     joined = "\n".join(texts)
-    for mark in media_marks:
+    for mark in media_marks.values():
         joined = joined.replace(f"\n{mark}", mark).replace(f"{mark}\n", mark)
     return joined
 

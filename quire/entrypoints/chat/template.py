@@ -21,7 +21,6 @@ from quire.entrypoints.chat.call_arguments import forms_of, have_calls, with_arg
 from quire.entrypoints.chat.environment import TemplateRefusalError, make_environment
 from quire.entrypoints.chat.formats.format import ReasoningFormat
 from quire.entrypoints.chat.messages import (
-    MEDIA_PARTS,
     ROLE_ALIASES,
     ROLES,
     Adjusted,
@@ -62,11 +61,18 @@ OWN_VARIABLES = frozenset(
 )
 FOR_TOOLS = "tool_use"  # Name of a template for conversations with tools, which some models have.
 PROBE = "quire probes the content format"
-SHOWN_PARTS = (
-    (MEDIA_PARTS[0], {"type": "image_url", "image_url": {"url": ""}}),
-    (MEDIA_PARTS[1], {"type": "video_url", "video_url": {"url": ""}}),
-)
+SHOWN_PARTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "image": ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}}),
+    "video": ({"type": "video"}, {"type": "video_url", "video_url": {"url": ""}}),
+    "audio": (
+        {"type": "audio"},
+        {"type": "audio_url", "audio_url": {"url": ""}},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+    ),
+}
 """Forms of a part of each kind, of which a template may know one."""
+SHOWN_NAMES = {"image": "images", "video": "videos", "audio": "sounds"}
+NO_MARKERS: Mapping[str, str] = {}
 NO_OPTIONS: Mapping[str, Any] = {}
 USER: ChatMessage = {"role": "user", "content": "x"}
 ASSISTANT: ChatMessage = {"role": "assistant", "content": "y"}
@@ -106,15 +112,19 @@ class RenderedChat:
 
     Args:
         adjusted: changes to the client's messages, for example for a template that rejects them.
-        markers: texts that stand for items of media, one for each kind.
+        markers: text that stands for items of media, by kind.
     """
 
     def __init__(
-        self, plain: PlainText, marked: str, adjusted: Adjusted | None = None, markers: Sequence[str] = ()
+        self,
+        plain: PlainText,
+        marked: str,
+        adjusted: Adjusted | None = None,
+        markers: Mapping[str, str] = NO_MARKERS,
     ) -> None:
         self._plain = plain
         self._marked = marked
-        self._markers = tuple(markers)
+        self._markers = markers
         self.adjusted = adjusted or {}
 
     @property
@@ -140,15 +150,15 @@ class RenderedChat:
             last = place + len(self._markers[kind])
         return RenderedChat(self._plain, "".join([*kept, self._marked[last:]]), self.adjusted, self._markers)
 
-    def media_kinds(self) -> list[int]:
-        """Return the kinds of the items in the order of the prompt, as indices of `markers`."""
+    def media_kinds(self) -> list[str]:
+        """Return the kinds of the items in the order of the prompt."""
         return [kind for _, kind in self._places()]
 
-    def _places(self) -> list[tuple[int, int]]:
+    def _places(self) -> list[tuple[int, str]]:
         """Return where the markers are, and of which kind."""
         places = (
             (place, kind)
-            for kind, marker in enumerate(self._markers)
+            for kind, marker in self._markers.items()
             for place in self._plain.places_of(marker, self._marked)
         )
         return sorted(places)
@@ -213,10 +223,9 @@ class ChatTemplate:
             and not self._shows(PROBE)
             and self._shows([{"type": "text", "text": PROBE}])
         )
-        self._media_parts = [
-            self._find_media_part(marker, parts)
-            for marker, parts in zip(self._markers, SHOWN_PARTS, strict=False)
-        ]
+        self._media_parts = {
+            kind: self._find_media_part(marker, SHOWN_PARTS[kind]) for kind, marker in self._markers.items()
+        }
         place = place_of_tools(tree, self.variables, self._shows_tools)
         self._tool_place = place or TOOLS_VARIABLE
         if place is not None:
@@ -435,20 +444,21 @@ class ChatTemplate:
         return rendered
 
     @property
-    def _markers(self) -> tuple[str, ...]:
-        return () if self._media is None else self._media.markers
+    def _markers(self) -> Mapping[str, str]:
+        return NO_MARKERS if self._media is None else self._media.markers
 
     def _shown_media(self, values: Any) -> ShownMedia:
         """Return the form of media in a conversation; without marks if the model takes none."""
-        count = len(self._markers)
-        return ShownMedia(unused_marks(values, count) if count else (), self._markers, self._media_parts)
+        markers = self._markers
+        marks = unused_marks(values, len(markers)) if markers else []
+        return ShownMedia(dict(zip(markers, marks, strict=True)), markers, self._media_parts)
 
-    def _check_media(self, plain: PlainText, rendered: str, counts: Sequence[int]) -> None:
+    def _check_media(self, plain: PlainText, rendered: str, counts: Mapping[str, int]) -> None:
         """Raise TemplateFailureError unless the prompt has a marker for each item, and no other."""
-        for marker, part, wanted in zip(self._markers, MEDIA_PARTS, counts, strict=False):
-            if (found := len(plain.places_of(marker, rendered))) == wanted:
+        for kind, wanted in counts.items():
+            if (found := len(plain.places_of(self._markers[kind], rendered))) == wanted:
                 continue
-            name = f"{part['type']}s"
+            name = SHOWN_NAMES[kind]
             raise TemplateFailureError(
                 f"the chat template shows {found} of the {wanted} {name} of the messages; {name} may be where it takes "
                 "none, such as in system or tool messages",

@@ -36,6 +36,7 @@ COMMANDS = {
     "list": "quire.entrypoints.cli.models",
     "show": "quire.entrypoints.cli.models",
     "rm": "quire.entrypoints.cli.models",
+    "ps": "quire.entrypoints.cli.models",
     "kv-store": "quire.entrypoints.cli.kv_store",
     "disagg-proxy": "quire.entrypoints.cli.disagg_proxy",
     "doctor": "quire.entrypoints.cli.doctor",

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire pull | list | show | rm`: the models on this machine."""
+"""`quire pull | list | show | rm`: the models on this machine; `quire ps`: those that a server has loaded."""
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
-import re
 
 import click
 
@@ -14,7 +14,8 @@ from quire.errors import ConfigError
 CACHE = click.option("--download-dir", help="Cache directory for Hugging Face models.  [default: HF_HOME's]")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 GB = 1e9
-_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w./-]+)?")
+TIMEOUT_S = 30.0
+NAME = "NAME"
 
 
 @click.command()
@@ -26,10 +27,10 @@ def pull(model: str, revision: str | None, download_dir: str | None) -> None:
 
     Bars show the progress on a terminal. A download that was interrupted goes on where it stopped.
     """
-    from quire.model_cache.cache import size_of_tree
+    from quire.model_cache.cache import is_hub_id, size_of_tree
     from quire.models.checkpoint import resolve_model_dir
 
-    if not _ID.fullmatch(model):
+    if not is_hub_id(model):
         raise ConfigError(
             f"{model!r} cannot be fetched; name a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct"
         )
@@ -94,6 +95,27 @@ def rm(models: tuple[str, ...], yes: bool, download_dir: str | None) -> None:
         raise ConfigError("nothing was removed; --yes removes without asking")
     freed = sum(remove(model, download_dir) for model in found)
     click.echo(f"removed {names}: {freed / GB:.2f} GB")
+
+
+@click.command()
+@click.option("--url", default="http://localhost:8000", show_default=True, help="Address of the server.")
+@click.option("--api-key", help="Bearer token; default: QUIRE_API_KEY or OPENAI_API_KEY.")
+@AS_JSON
+def ps(url: str, api_key: str | None, as_json: bool) -> None:
+    """Show the models that a running server has loaded: their sizes, contexts and formats."""
+    from quire.entrypoints.cli.chat import bearer_token
+    from quire.entrypoints.cli.client import ServerClient
+
+    models = asyncio.run(ServerClient(url, bearer_token(api_key), TIMEOUT_S).get("/api/ps"))["models"]
+    if as_json:
+        click.echo(json.dumps(models))
+        return
+    width = max(map(len, [NAME, *(model["name"] for model in models)]))
+    click.echo(f"{NAME:{width}}  {'SIZE':>11}  {'CONTEXT':>9}  FORMAT")
+    for model in models:
+        details, context = model["details"], model.get("context_length", 0)
+        form = f"{details['format']} {details['quantization_level']}"
+        click.echo(f"{model['name']:{width}}  {model['size'] / GB:8.2f} GB  {context:>9,}  {form}")
 
 
 list = list_models

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import time
 from typing import Annotated, Any, ClassVar
 
@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.entrypoints.chat.formats.selection import AnswerFormat
+from quire.entrypoints.ollama.files import FileFacts, facts_of_files
 from quire.entrypoints.ollama.options import IDLE_OPTIONS_OBJECT, paths_of
 from quire.entrypoints.ollama.protocol import (
     MODEL,
@@ -64,7 +65,8 @@ _TEXT = {**TEXT, "minLength": 1}
 async def tags(request: Request) -> Response:
     """List the names under which the model is served."""
     server = server_of(request)
-    return json_response(OllamaModelList([_listed(server, name) for name in server.served_names]))
+    facts = await _facts(server)
+    return json_response(OllamaModelList([_listed(server, facts, name) for name in server.served_names]))
 
 
 @router.get("/api/ps")
@@ -72,7 +74,8 @@ async def tags(request: Request) -> Response:
 async def loaded(request: Request) -> Response:
     """List the same names: the model is loaded as long as the server runs."""
     server = server_of(request)
-    models = [_listed(server, name) for name in server.served_names]
+    facts = await _facts(server)
+    models = [_listed(server, facts, name) for name in server.served_names]
     for model in models:
         model.expires_at, model.size_vram = FOREVER, 0
         model.context_length = server.engine.config.model.max_model_len
@@ -107,9 +110,18 @@ async def show(request: Request) -> Response:
         f"{arch.model_type}.attention.head_count_kv": arch.num_kv_heads,
         f"{arch.model_type}.vocab_size": arch.vocab_size,
     }
+    facts = await _facts(server)
     template, formats = _template(await server.form_named(name))
     can = _capabilities(server, formats)
-    shown = ShownModel(f"FROM {name}", f"num_ctx {context}", template, _details(server), info, can, STARTED)
+    shown = ShownModel(
+        f"FROM {name}",
+        f"num_ctx {context}",
+        template,
+        _details(server, facts),
+        info,
+        can,
+        facts.modified_at or STARTED,
+    )
     return json_response(shown)
 
 
@@ -138,15 +150,27 @@ def _template(form: TextForm) -> tuple[str, AnswerFormat]:
         return "", AnswerFormat()
 
 
-def _listed(server: ServerState, name: str) -> ListedModel:
-    digest = hashlib.sha256(name.encode()).hexdigest()
-    return ListedModel(name=name, model=name, modified_at=STARTED, digest=digest, details=_details(server))
+async def _facts(server: ServerState) -> FileFacts:
+    """Return the facts about the served model's files, off the event loop, since they may be on a slow disk."""
+    return await asyncio.to_thread(facts_of_files, server.engine.config.model_dir)
 
 
-def _details(server: ServerState) -> Details:
+def _listed(server: ServerState, facts: FileFacts, name: str) -> ListedModel:
+    return ListedModel(
+        name=name,
+        model=name,
+        modified_at=facts.modified_at or STARTED,
+        size=facts.size,
+        digest=facts.digest,
+        details=_details(server, facts),
+    )
+
+
+def _details(server: ServerState, facts: FileFacts) -> Details:
     config = server.engine.config
     family = config.arch.model_type
-    return Details(family, [family], config.quantization.quantization or config.model.dtype)
+    level = config.quantization.quantization or facts.main_type or config.model.dtype
+    return Details(family, [family], level, facts.parameter_size, facts.form)
 
 
 INPUT = any_of(TEXT, array(_TEXT, maxItems=MAX_INPUTS), {"type": "null"})

@@ -17,10 +17,12 @@ from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES
 from quire.entrypoints.ollama.options import OPTIONS_OBJECT
 from quire.entrypoints.openai.parsing import INNER, FieldRules
 from quire.entrypoints.openai.protocol import shapes
+from quire.entrypoints.openai.protocol.media_shapes import of_media
 from quire.entrypoints.openai.protocol.relations import asks_nothing, either, has, is_true
 from quire.entrypoints.openai.protocol.requests import Objects, RequestModel
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob, Usage
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of
+from quire.errors import ValidationError
 
 WITHOUT_EFFECT = ("keep_alive",)  # Without effect: the model stays loaded as long as the server runs.
 
@@ -39,7 +41,7 @@ FORMAT = any_of(enum("json", "", None), {"type": "object"})
 CALLS = array(object_of({"function": shapes.CALLED}, {"id": shapes.TEXT}))
 MESSAGE_FIELDS = {
     "content": shapes.CONTENT,
-    "images": _NOTHING,
+    "images": any_of(_NOTHING, of_media(array({**shapes.TEXT, "minLength": 1}))),
     "thinking": shapes.TEXT,
     "tool_name": shapes.TEXT,
     "name": shapes.TEXT,
@@ -109,10 +111,28 @@ class GenerateRequest(TurnRequest):
     raw: bool = False
 
 
-class ShowRequest(RequestModel):
-    """POST /api/show; `name` is the older name of `model`."""
+class NamedRequest(RequestModel):
+    """Request that names a model in either way: `name` is the older name of `model`."""
 
     relations: ClassVar[tuple[dict[str, Any], ...]] = (either(has("model", _NAMED), has("name", _NAMED)),)
+
+    model: str | None = None
+    name: str | None = None
+
+    def given_name(self) -> str:
+        """Return the name.
+
+        Raises:
+            ValidationError: there is none.
+        """
+        name = self.model or self.name
+        if not name:
+            raise ValidationError("model is required", param="model")
+        return name
+
+
+class ShowRequest(NamedRequest):
+    """POST /api/show"""
 
     model: Annotated[str | None, WithJsonSchema(any_of(MODEL, enum("", None)))] = None
     name: Annotated[str | None, WithJsonSchema(any_of(MODEL, enum("", None)))] = None
@@ -171,7 +191,7 @@ class Details(msgspec.Struct):
 
 
 class ListedModel(msgspec.Struct, kw_only=True):
-    """One name of the model; its size in bytes is unknown to this process, and reported as 0."""
+    """One name of the model; `size` is that of its weight files in bytes."""
 
     name: str
     model: str

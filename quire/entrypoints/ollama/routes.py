@@ -12,7 +12,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.entrypoints.ollama import models
+from quire.entrypoints.ollama import models, pull
 from quire.entrypoints.ollama.conversation import chat_names, chat_turn, generate_turn, text_of, unloads
 from quire.entrypoints.ollama.options import ignored_options
 from quire.entrypoints.ollama.protocol import WITHOUT_EFFECT, ChatRequest, GenerateRequest, Line, TurnRequest
@@ -95,5 +95,7 @@ FEATURE = ServerFeature(
         EndpointFamily(models.embed_router, by_embedding),
         EndpointFamily(router, by_generation),
         EndpointFamily(models.router),
-    )
+        EndpointFamily(pull.router),
+    ),
+    install=pull.install,
 )

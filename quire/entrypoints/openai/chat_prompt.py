@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.chat.formats.model import PromptEnd
-from quire.entrypoints.chat.media import EncodedChat
+from quire.entrypoints.chat.media import ChatMedia, EncodedChat
 from quire.entrypoints.chat.template import OWN_VARIABLES, ChatTemplate, RenderedChat
 from quire.entrypoints.openai.prompts import check_text
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, ChatFields, Tool
@@ -137,7 +137,28 @@ async def text_prompt(
 async def chat_prompt(
     server: ServerState, form: TextForm, fields: ChatFields, *, with_tools: bool = True, tenant: str = ""
 ) -> ChatPrompt:
-    """Process the media of a conversation, render and tokenize it off the event loop.
+    """Process the media of a conversation, render and tokenize it off the event loop. Raises as `rendered_chat`."""
+    rendered = await rendered_chat(server, form, fields, with_tools=with_tools, tenant=tenant)
+    chat, media = rendered.chat, rendered.media
+    encoded = await beside_loop(len(chat.text), server.media.encode, chat, form.tokenizer, media.admitted)
+    end = PromptEnd.of(
+        chat.text, media.messages, continues=fields.continue_final_message, may_think=not rendered.is_off
+    )
+    return ChatPrompt(encoded, end)
+
+
+class Rendered(NamedTuple):
+    """Rendered conversation; `is_off`: thinking is disabled for its answer."""
+
+    chat: RenderedChat
+    media: ChatMedia
+    is_off: bool
+
+
+async def rendered_chat(
+    server: ServerState, form: TextForm, fields: ChatFields, *, with_tools: bool = True, tenant: str = ""
+) -> Rendered:
+    """Process the media of a conversation and render it off the event loop.
 
     Args:
         tenant: owner of the names of its media.
@@ -150,7 +171,7 @@ async def chat_prompt(
             "continue_final_message and add_generation_prompt cannot both be true",
             param="add_generation_prompt",
         )
-    template, tokenizer = form.chat_template, form.tokenizer
+    template = form.chat_template
     options: dict[str, Any] = {
         "tools": [
             tool.model_dump(exclude_none=True, exclude=NOT_FOR_THE_MODEL) for tool in fields.shown_tools
@@ -178,11 +199,7 @@ async def chat_prompt(
     for name, value in chat.adjusted.items():
         fields.notes.adjust(name, value)
     check_text(server, form, chat.text, fields)
-    encoded = await beside_loop(len(chat.text), server.media.encode, chat, tokenizer, media.admitted)
-    end = PromptEnd.of(
-        chat.text, media.messages, continues=fields.continue_final_message, may_think=not is_off
-    )
-    return ChatPrompt(encoded, end)
+    return Rendered(chat, media, is_off)
 
 
 def _composed(

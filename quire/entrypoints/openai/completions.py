@@ -34,6 +34,7 @@ from quire.entrypoints.openai.prompts import MAX_SEQUENCES, completion_prompts, 
 from quire.entrypoints.openai.protocol.requests import CompletionRequest
 from quire.entrypoints.openai.protocol.responses import Completion, CompletionChoice, PromptPosition
 from quire.entrypoints.openai.sampling import (
+    COMPLETION_MAX_TOKENS,
     check_ranking,
     completion_params,
     is_ranked,
@@ -44,6 +45,7 @@ from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.streaming import frame, respond
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
 from quire.outputs import CompletionOutput, PositionLogprobs, PromptPositions, RequestOutput
+from quire.sampling_params import BeamSearchParams, SamplingParams
 
 router = APIRouter()
 
@@ -69,7 +71,14 @@ async def create_completion(request: Request) -> Response:
 class CompletionAnswer:
     """Response writer of one completion request, whole or streamed."""
 
-    def __init__(self, server: ServerState, request: CompletionRequest, answer_id: str, tenant: str) -> None:
+    def __init__(
+        self,
+        server: ServerState,
+        request: CompletionRequest,
+        answer_id: str,
+        tenant: str,
+        default_max_tokens: int | None = COMPLETION_MAX_TOKENS,
+    ) -> None:
         self._server = server
         self._request = request
         self._id = answer_id
@@ -80,6 +89,8 @@ class CompletionAnswer:
         self._created = int(time.time())
         self._num_chars: dict[int, int] = {}
         self._prompt_positions: dict[int, PromptPositions] = {}
+        self._default_max_tokens = default_max_tokens
+        self.params: SamplingParams | BeamSearchParams | None = None  # Set by `start`.
 
     @property
     def num_sequences(self) -> int:
@@ -92,7 +103,10 @@ class CompletionAnswer:
         defaults, detokenize = engine.input_processor.default_sampling_params, engine.tokenizer is not None
         if request.suffix and (ends := self._form.fill_in.end_ids):
             request.stop_token_ids = [*(request.stop_token_ids or ()), *ends]
-        params = search_params(request, 0) or completion_params(request, defaults, detokenize=detokenize)
+        params = search_params(request, 0) or completion_params(
+            request, defaults, detokenize=detokenize, default_max_tokens=self._default_max_tokens
+        )
+        self.params = params
         prompts = await completion_prompts(self._server, self._form, request)
         room = engine.input_processor.room
         note_max_tokens(request, params, [room(len(prompt["prompt_token_ids"])) for prompt in prompts])
@@ -111,6 +125,11 @@ class CompletionAnswer:
             stream_interval=interval,
             place=place,
         )
+
+    @property
+    def model(self) -> str:
+        """Name of the model for the reply."""
+        return self._model
 
     def whole(self, outputs: list[RequestOutput]) -> Completion:
         meter = UsageMeter()
@@ -167,7 +186,7 @@ class CompletionAnswer:
         is_first = index not in self._num_chars
         text, logprobs, offset = completion.text, None, self._num_chars.get(index, 0)
         if is_first and request.echo:
-            text = self._prompt_text(output) + text
+            text = self.prompt_text(output) + text
         naming = naming_of(as_ids=request.return_tokens_as_token_ids)
         top: Top | None = request.logprobs if request.logprob_token_ids is None else request.logprob_token_ids
         if top is not None:
@@ -193,7 +212,8 @@ class CompletionAnswer:
             token_ids=completion.token_ids if request.return_token_ids else UNSET,
         )
 
-    def _prompt_text(self, output: RequestOutput) -> str:
+    def prompt_text(self, output: RequestOutput) -> str:
+        """Return the text of a prompt."""
         if output.prompt is not None:
             return output.prompt
         skip = self._request.skip_special_tokens

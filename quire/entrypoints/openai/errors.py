@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ MAX_PATH_CHARS = 80  # Of an unknown path, in the message about it.
 REQUEST_ID, ANTHROPIC_REQUEST_ID = "x-request-id", "request-id"
 
 
-def json_response(body: msgspec.Struct) -> Response:
+def json_response(body: msgspec.Struct | Sequence[msgspec.Struct]) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 

@@ -31,8 +31,9 @@ from quire.entrypoints.openai.protocol.responses import (
     TopLogprob,
     Usage,
 )
-from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError, ValidationError
+from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError, UnavailableError, ValidationError
 from quire.inputs import TokensPrompt
+from quire.kv_transfer_params import PULL_FAILED
 from quire.lora_request import LoRARequest
 from quire.outputs import (
     CompletionOutput,
@@ -171,7 +172,7 @@ class UsageMeter:
 
     Args:
         prompt_lengths: tokens of each prompt, known before the first output.
-        media_tokens: number of tokens of the prompts in whose place an "image" or a "video" is.
+        media_tokens: number of tokens of the prompts in whose place an "image", a "video" or an "audio" is.
     """
 
     def __init__(
@@ -216,6 +217,7 @@ class UsageMeter:
                 sum(one.num_stored_tokens for one in latest.values()) or UNSET,
                 self._media_tokens.get("image") or UNSET,
                 self._media_tokens.get("video") or UNSET,
+                self._media_tokens.get("audio") or UNSET,
             ),
             completion_tokens_details=self._completion_details(),
         )
@@ -461,6 +463,7 @@ def _raise_failure(output: RequestOutput) -> None:
 
     Raises:
         ValidationError: the core rejected the request, or its constraint cannot be enforced further.
+        UnavailableError: the blocks of its prompt did not come from another engine.
         EngineError: it failed otherwise or was aborted.
     """
     for completion in output.outputs:
@@ -471,6 +474,8 @@ def _raise_failure(output: RequestOutput) -> None:
                 raise ValidationError(reason)
             if reason.startswith(FAULT):
                 raise ValidationError(reason, param=PARAM)
+            if reason == PULL_FAILED:
+                raise UnavailableError(reason)
             why = f": {reason.partition(FOREIGN_WORDS)[0]}" if reason else ""
             raise EngineError(f"the request {how} in the engine before it was complete{why}")
 

@@ -305,6 +305,7 @@ class Lifecycle:
             await self._check_adapters()
         except QuireError as error:
             return self._report_failed_start(error)
+        self._state.media.warm_up()
         self._report_ready()
         while not engine.errored:  # noqa: ASYNC110  (the engine offers no event, and a poll costs nothing)
             await asyncio.sleep(POLL_S)

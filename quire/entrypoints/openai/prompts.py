@@ -190,7 +190,7 @@ def with_options(prompt: TokensPrompt, request: GenerationRequest) -> TokensProm
     limit = request.truncate_prompt_tokens
     if limit is not None and prompt.get("media"):
         raise ValidationError(
-            "truncate_prompt_tokens cannot be combined with images, which must be whole",
+            "truncate_prompt_tokens cannot be combined with media, which must be whole",
             param="truncate_prompt_tokens",
         )
     if limit is not None and len(prompt["prompt_token_ids"]) > limit:

@@ -7,6 +7,7 @@ name the field that the client sent, even if the engine's name differs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +49,11 @@ ENGINE_NAMES = {"extra_args": "vllm_xargs", "beam_width": "n", "bad_words_token_
 MAX_TOKENS_DEFAULTS = ("max_tokens", "max_new_tokens")
 
 
+@functools.cache
+def _search_readers() -> tuple[Callable[..., BeamSearchParams | None], ...]:
+    return tuple(import_place(place) for place in SEARCH_PARAMS.values())
+
+
 def search_params(
     request: GenerationRequest, room: int, shown_special_token_ids: Sequence[int] = ()
 ) -> BeamSearchParams | None:
@@ -59,8 +65,7 @@ def search_params(
     Raises:
         ValidationError: a field applies only with, or only without, a search.
     """
-    for place in SEARCH_PARAMS.values():
-        read: Callable[..., BeamSearchParams | None] = import_place(place)
+    for read in _search_readers():
         found = read(request, room, shown_special_token_ids)
         if found is not None:
             return found
@@ -72,15 +77,23 @@ def search_params(
 
 
 def completion_params(
-    request: CompletionRequest, defaults: Mapping[str, Any], *, detokenize: bool
+    request: CompletionRequest,
+    defaults: Mapping[str, Any],
+    *,
+    detokenize: bool,
+    default_max_tokens: int | None = COMPLETION_MAX_TOKENS,
 ) -> SamplingParams:
     """Return the sampling parameters of a completion.
+
+    Args:
+        default_max_tokens: of a request without `max_tokens`; None fills the context.
 
     Raises:
         ValidationError: a value is out of range, or two are incompatible.
     """
     _check_stream(request)
-    params: dict[str, Any] = {"n": _num_candidates(request), "max_tokens": _completion_max_tokens(request)}
+    max_tokens = _completion_max_tokens(request, default_max_tokens)
+    params: dict[str, Any] = {"n": _num_candidates(request), "max_tokens": max_tokens}
     listed = request.logprob_token_ids
     is_silent = request.logprobs is None and listed is None
     params["logprobs"] = 0 if is_ranked(request) and is_silent else request.logprobs
@@ -233,9 +246,9 @@ def _num_candidates(request: CompletionRequest) -> int:
     return request.best_of
 
 
-def _completion_max_tokens(request: CompletionRequest) -> int:
+def _completion_max_tokens(request: CompletionRequest, default: int | None) -> int | None:
     if request.max_tokens != 0:
-        return COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        return default if request.max_tokens is None else request.max_tokens
     if not request.echo:
         raise ValidationError("max_tokens must be at least 1, or 0 with echo true", param="max_tokens")
     return 1  # the engine needs at least one token; the answer omits it

@@ -10,7 +10,7 @@ place in the queue before it costs anything, and releases it however it ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -170,8 +170,8 @@ class AnswerWriter(Protocol):
         """Check the request and submit it to the engine at this place; it runs once its outputs are read."""
         ...
 
-    def whole(self, outputs: list[RequestOutput]) -> msgspec.Struct:
-        """Return the answer as one object, from the final output of each prompt."""
+    def whole(self, outputs: list[RequestOutput]) -> msgspec.Struct | Sequence[msgspec.Struct]:
+        """Return the answer as JSON, from the final output of each prompt."""
         ...
 
     def frames(self, prompt_lengths: list[int]) -> FrameEncoder:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,9 +13,14 @@ from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
-from quire.entrypoints.openai.parsing import checked, read_json, read_request
+from quire.entrypoints.openai.parsing import checked, read_json, read_request, renamed_to
 from quire.entrypoints.openai.prompts import check_text
-from quire.entrypoints.openai.protocol.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from quire.entrypoints.openai.protocol.requests import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeContentRequest,
+    TokenizeRequest,
+)
 from quire.entrypoints.openai.protocol.responses import Detokenized, Tokenized, TokenizerInfo
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.text_form import TextForm
@@ -24,7 +31,11 @@ info_router = APIRouter()  # For `--enable-tokenizer-info-endpoint`: the chat te
 
 
 @router.post("/tokenize")
-@describe(Operation(body=(TokenizeRequest, TokenizeChatRequest), reply=Tokenized, errors=(404,)))
+@describe(
+    Operation(
+        body=(TokenizeRequest, TokenizeChatRequest, TokenizeContentRequest), reply=Tokenized, errors=(404,)
+    )
+)
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text, or of a conversation as the model would see it."""
     server = server_of(request)
@@ -35,6 +46,8 @@ async def tokenize(request: Request) -> Response:
         form = await server.form_named(server.check_model(chat.model))
         token_ids = (await chat_prompt(server, form, chat)).token_ids
         return await _tokenized(server, form, token_ids, chat.return_token_strs)
+    if raw.get("prompt") is None and raw.get("content") is not None:
+        return await _tokenized_content(server, await checked(request, raw, TokenizeContentRequest))
     body = await checked(request, raw, TokenizeRequest)
     form = await server.form_named(server.check_model(body.model))
     check_text(server, form, body.prompt, body)
@@ -61,7 +74,7 @@ async def detokenize(request: Request) -> Response:
             )
     decode = form.tokenizer.decode
     text = await beside_loop(len(body.tokens), decode, body.tokens, skip_special_tokens=False)
-    return json_response(Detokenized(text))
+    return json_response(Detokenized(text, text))
 
 
 @info_router.get("/tokenizer_info")
@@ -80,6 +93,19 @@ async def tokenizer_info(request: Request) -> Response:
             model_max_length=config.model.max_model_len,
         )
     )
+
+
+async def _tokenized_content(server: ServerState, body: TokenizeContentRequest) -> Response:
+    """Return the token ids of a text; unlike with `prompt`, none are added unless the client asks."""
+    if body.with_pieces is not None:
+        renamed_to("return_token_strs", False).check("with_pieces", body.with_pieces)
+    form = await server.form_named(server.check_model(body.model))
+    check_text(server, form, body.content, body)
+    encode = partial(
+        form.tokenizer.encode, add_special_tokens=body.add_special, allow_special=body.parse_special
+    )
+    token_ids = await beside_loop(len(body.content), encode, body.content)
+    return await _tokenized(server, form, token_ids, body.return_token_strs)
 
 
 async def _tokenized(server: ServerState, form: TextForm, token_ids: list[int], with_texts: bool) -> Response:

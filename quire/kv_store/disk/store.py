@@ -159,6 +159,9 @@ class DiskStore:
                     self._drop(name)
             self._flush()
 
+    def names(self) -> list[bytes]:
+        return list(self._index) if self._sealer is None else list(self._names.values())
+
     def pop_removed(self) -> list[bytes]:
         return [self._removed.popleft() for _ in range(len(self._removed))]
 

@@ -94,6 +94,12 @@ def _qwen2(model: GgufModel) -> Config:
     return dense(model, "Qwen2ForCausalLM")
 
 
+def _qwen2vl(model: GgufModel) -> Config:
+    """Language model of Qwen2-VL and 2.5-VL; of text all three positions are equal."""
+    model.own.get("rope.dimension_sections")
+    return _qwen2(model)
+
+
 def _qwen3(model: GgufModel) -> Config:
     return dense(model, "Qwen3ForCausalLM")
 
@@ -179,6 +185,7 @@ def _granite_moe(model: GgufModel) -> Config:
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": GgufArchitecture(_llama, interleaved=True),
     "qwen2": GgufArchitecture(_qwen2),
+    "qwen2vl": GgufArchitecture(_qwen2vl),
     "qwen3": GgufArchitecture(_qwen3),
     "qwen2moe": GgufArchitecture(_qwen2_moe),
     "qwen3moe": GgufArchitecture(_qwen3_moe),

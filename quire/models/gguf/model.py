@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import re
 from array import array
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePath
 
 from quire.errors import ModelLoadError
 from quire.models.checkpoint_files import has_file, unreadable
@@ -33,17 +34,34 @@ def gguf_in(directory: Path) -> Path | None:
     Raises:
         ModelLoadError: there are several.
     """
-    found = sorted(path for path in directory.glob(f"*{SUFFIX}") if is_first_part(path.name))
+    found = sorted(path for path in directory.glob(f"*{SUFFIX}") if _is_model(path.name))
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:8])
         raise ModelLoadError(f"{directory} has {len(found)} GGUF models: name one of {names}")
     return found[0] if found else None
 
 
+def _is_model(name: str) -> bool:
+    return is_first_part(name) and not is_projector(name)
+
+
 def is_first_part(name: str) -> bool:
     """Return whether a file is a model or the first part of one."""
     match = _PART.fullmatch(name)
     return match is None or int(match["number"]) == 1
+
+
+def is_projector(name: str) -> bool:
+    """Return whether a file holds an image encoder for another model, by its name."""
+    return "mmproj" in name.lower()
+
+
+def choose_projector(names: Sequence[str]) -> str | None:
+    """Return the encoder of a model among these files: the only one, or else the only one in float16."""
+    found = [name for name in names if is_projector(PurePath(name).name)]
+    if len(found) > 1:
+        found = [name for name in found if "f16" in name.lower() and "bf16" not in name.lower()]
+    return found[0] if len(found) == 1 else None
 
 
 def part_names(name: str) -> list[str]:

@@ -21,10 +21,14 @@ from quire.layers.slot import Box
 from quire.models.gguf.config import architecture_of
 from quire.models.gguf.file import GgufFile, TensorEntry
 from quire.models.gguf.model import GgufModel, forget_files
+from quire.models.gguf.projector import ENCODER, FRAMES, PLUS_ONE, read_projector
 from quire.models.gguf.shapes import Listed, TensorPlace, TensorPlaces, place_of
 from quire.models.tensor_file import TensorFile, TensorInfo
 
-INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {"negative_exp": lambda made: made.neg().log()}
+INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "negative_exp": lambda made: made.neg().log(),
+    PLUS_ONE: lambda made: made - 1,
+}
 """Inverses of the converter's transformations."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -80,22 +84,14 @@ class GgufTensorFile:
         self._file.release(info.entry)
 
 
-class ListedParameters:
-    """Layer parameters in a model's metadata, with a number per layer; see `TensorFile`.
+class MadeTensors:
+    """Small tensors that are made of a file's contents; see `TensorFile`."""
 
-    Raises:
-        ModelLoadError: a list is missing or not of finite numbers.
-    """
-
-    def __init__(self, model: GgufModel, listed: Listed) -> None:
-        self.path: Path = model.path
-        self._numbers: dict[str, Tensor] = {}
-        for key, (name, shape) in listed.items():
-            group, _, last = key.rpartition(".")
-            for layer, number in enumerate(model.about(group).numbers(last)):
-                self._numbers[f"model.layers.{layer}.{name}"] = torch.tensor(number).expand(shape)
+    def __init__(self, path: Path, numbers: Mapping[str, Tensor]) -> None:
+        self.path = path
+        self._numbers = numbers
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(name, torch.float32, tuple(numbers.shape), 0, 0)
+            name: TensorInfo(name, numbers.dtype, tuple(numbers.shape), 0, 0)
             for name, numbers in self._numbers.items()
         }
 
@@ -103,7 +99,7 @@ class ListedParameters:
         return info
 
     def part(self, info: TensorInfo, box: Box) -> Tensor:
-        return self._numbers[info.name][box]
+        return self._numbers[info.name].reshape(info.shape)[box]
 
     def read_part_into(self, info: TensorInfo, box: Box, memory: Tensor) -> None:
         memory.copy_(self.part(info, box).contiguous().view(-1).view(torch.uint8))
@@ -121,9 +117,47 @@ def gguf_tensor_files(path: Path) -> list[TensorFile]:
     """
     model = GgufModel(path)
     forget_files()  # they stay mapped no longer than the tensors are read
+    if model.architecture == ENCODER:
+        return _projector_files(model)
     row = architecture_of(model)
-    listed = [ListedParameters(model, row.listed)] if row.listed else []
+    listed = [_listed_parameters(model, row.listed)] if row.listed else []
     return [*(GgufTensorFile(file, row.places) for file in model.files), *listed]
+
+
+def _projector_files(model: GgufModel) -> list[TensorFile]:
+    projector = read_projector(model.path)
+    files: list[TensorFile] = [GgufTensorFile(file, projector.places) for file in model.files]
+    for name in projector.made:
+        frames = [_whole(model, frame) for frame in FRAMES]
+        files.append(MadeTensors(model.path, {name: torch.stack(frames, 2)}))
+    return files
+
+
+def _whole(model: GgufModel, name: str) -> Tensor:
+    """Return a tensor of a file as it is stored, with floats.
+
+    Raises:
+        ModelLoadError: it is missing, or quantized.
+    """
+    if name not in model.tensors or model.tensors[name][1].type.name not in _FLOATS:
+        raise ModelLoadError(f"{model.path}: tensor {name!r} is missing, or not of floats")
+    file, entry = model.tensors[name]
+    stored = GgufTensorFile(file, {})
+    return stored.part(stored.tensors[name], tuple(slice(0, size) for size in entry.shape)).clone()
+
+
+def _listed_parameters(model: GgufModel, listed: Listed) -> MadeTensors:
+    """Return the layer parameters in a model's metadata, with a number per layer.
+
+    Raises:
+        ModelLoadError: a list is missing or not of finite numbers.
+    """
+    numbers: dict[str, Tensor] = {}
+    for key, (name, shape) in listed.items():
+        group, _, last = key.rpartition(".")
+        for layer, number in enumerate(model.about(group).numbers(last)):
+            numbers[f"model.layers.{layer}.{name}"] = torch.tensor(number).expand(shape)
+    return MadeTensors(model.path, numbers)
 
 
 def _in_model(entry: TensorEntry, places: TensorPlaces) -> Iterator[GgufTensor]:

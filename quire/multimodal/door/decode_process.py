@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from quire.errors import ClientError, ValidationError
 from quire.multimodal.arrays import write_arrays
 from quire.multimodal.door.decoding import (
+    AUDIO,
     EMBEDS,
     FRAMES,
-    IMAGE,
     RAW,
     VIDEO,
     layout_of,
+    name_of,
     prepare_image,
     read_embeds,
     read_image,
@@ -63,13 +64,17 @@ def run(job: DecodeJob, processor: Processor, setup: DecodeSetup) -> DecodeReply
     except ClientError as error:
         return DecodeReply(error=error.message, param=error.param or "")
     except MemoryError:
-        name = VIDEO if job.kind in (VIDEO, FRAMES) else IMAGE
         return DecodeReply(
-            error=f"the {name} needs more than {setup.memory_bytes >> 20} MiB to decode and resize"
+            error=f"the {name_of(job.kind)} needs more than {setup.memory_bytes >> 20} MiB to decode and resize"
         )
 
 
 def _prepared(job: DecodeJob, processor: Processor) -> tuple[dict[str, NDArray[Any]], PlaceholderLayout]:
+    if job.kind == AUDIO:
+        from quire.multimodal.door.sound import prepare_sound
+
+        scratch = Path(job.output).with_suffix(".pcm")
+        return prepare_sound(Path(job.input), scratch, processor.sounds, job.max_seconds)
     content = Path(job.input).read_bytes()
     if job.kind == EMBEDS:
         arrays = read_embeds(content)

@@ -35,9 +35,18 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 RAW = "raw"  # Kind of input: pixels of a PIL image, not encoded.
-IMAGE, EMBEDS, VIDEO = "image", "embeds", "video"
+IMAGE, EMBEDS, VIDEO, AUDIO = "image", "embeds", "video", "audio"
 FRAMES = "frames"  # Kind of input: RGB pixels of all frames of a video, not encoded.
+ITEM_KINDS = {RAW: IMAGE, FRAMES: VIDEO}
+"""Kind of input -> kind of the item that it becomes, where the two differ."""
+NAMES = {VIDEO: "video", AUDIO: "sound"}
+"""Kind of item -> its name in messages; all others are images."""
 NPY_MAGIC = b"\x93NUMPY"
+
+
+def name_of(kind: str) -> str:
+    """Return the name, in messages, of an input of this kind."""
+    return NAMES.get(ITEM_KINDS.get(kind, kind), IMAGE)
 
 
 def layout_of(prepared: Prepared, num_pixels: int = 0) -> PlaceholderLayout:

@@ -28,9 +28,21 @@ import numpy as np
 import PIL
 from PIL import Image
 
+from quire import private_directories
 from quire.config import EngineConfig
 from quire.errors import ConfigError, UnavailableError, ValidationError
-from quire.multimodal.door.decoding import EMBEDS, FRAMES, IMAGE, MAX_PIXELS, RAW, VIDEO, check_size
+from quire.multimodal.door.decoding import (
+    AUDIO,
+    EMBEDS,
+    FRAMES,
+    IMAGE,
+    ITEM_KINDS,
+    MAX_PIXELS,
+    RAW,
+    VIDEO,
+    check_size,
+    name_of,
+)
 from quire.multimodal.door.fetch import fetch
 from quire.multimodal.door.files import Lease, MediaFiles
 from quire.multimodal.door.frames import FrameFacts, read_frames
@@ -53,7 +65,7 @@ from quire.multimodal.processors.pixels import as_rgb
 T = TypeVar("T")
 NUM_PROCESSES = 2
 LIMIT_S = 30.0
-VIDEO_LIMIT_S = 120.0
+LONG_LIMIT_S = 120.0  # Of a video or a sound.
 MEMORY_BYTES = 2 * 2**30
 MAX_ITEMS = 999
 MAX_REQUEST_BYTES = 256 * 2**20
@@ -61,7 +73,10 @@ MAX_BYTES_AT_ONCE = 512 * 2**20
 MAX_REQUEST_PIXELS = 4 * MAX_PIXELS
 MAX_VIDEO_PIXELS = 2**31  # Of all frames that are read, in their own size: some 1,000 of 1080 lines.
 NO_AV = "videos need PyAV on the server: pip install 'quire-llm[av]'"
+MAX_REQUEST_SECONDS = 2 * 3600.0
 MAX_NAMES = 2**16
+DECODERS = ("av", "soundfile", "soxr")
+_ARTICLES = {IMAGE: "an image", VIDEO: "a video", AUDIO: "a sound"}
 FILES = (
     *("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"),
     "video_preprocessor_config.json",
@@ -83,6 +98,7 @@ class _Totals:
     num_bytes: int = 0
     num_pixels: int = 0
     num_video_pixels: int = 0
+    num_seconds: float = 0.0
 
     def add_bytes(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
@@ -109,6 +125,14 @@ class _Totals:
                 param="messages",
             )
 
+    def add_seconds(self, num_seconds: float) -> None:
+        self.num_seconds += num_seconds
+        if self.num_seconds > MAX_REQUEST_SECONDS:
+            raise ValidationError(
+                f"the sounds of the request are longer than {MAX_REQUEST_SECONDS:g} s, the limit of one request",
+                param="messages",
+            )
+
     def left_for(self, kind: str) -> int:
         """Return the most pixels that one more item may have."""
         if kind in (VIDEO, FRAMES):
@@ -128,7 +152,7 @@ class _Content:
     @property
     def item_kind(self) -> str:
         """Kind of the item that it becomes."""
-        return {RAW: IMAGE, FRAMES: VIDEO}.get(self.kind, self.kind)
+        return ITEM_KINDS.get(self.kind, self.kind)
 
 
 class ByteBudget:
@@ -161,18 +185,29 @@ class MediaDoor:
 
     Args:
         processor: of the checkpoint.
+        directory: with the processor's files; a private one is removed at the end.
         offline: callers are this process: they may pass PIL images, arrays and paths.
+        max_sound_bytes: most bytes of a sound's file.
     """
 
-    def __init__(self, config: EngineConfig, processor: Processor, *, offline: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        processor: Processor,
+        directory: Path,
+        *,
+        offline: bool = False,
+        max_sound_bytes: int = MAX_ITEM_BYTES,
+    ) -> None:
         self._config = config
         self._options = config.multimodal
         self.processor = processor
         self._offline = offline
+        self._max_sound_bytes = max_sound_bytes
         self._architecture = architecture_of(config)
         self.files = MediaFiles(config.multimodal.processor_cache_bytes)
         self._setup = DecodeSetup(
-            self._architecture, str(config.model_dir), self._options.mm_processor_kwargs, MEMORY_BYTES
+            self._architecture, str(directory), self._options.mm_processor_kwargs, MEMORY_BYTES
         )
         self._pool = DecodePool(self._setup)
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="quire-media")
@@ -180,21 +215,33 @@ class MediaDoor:
         self._budget = ByteBudget(MAX_BYTES_AT_ONCE)
         self._locks: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
         self._names: OrderedDict[bytes, bytes] = OrderedDict()  # Named digest -> digest of the content.
-        self._root = _root_digest(config, self._architecture)
-        self._end = weakref.finalize(self, _close, self._pool, self._threads, self._readers)
+        self._root = _root_digest(config, self._architecture, directory)
+        private = None if directory == Path(config.model_dir) else directory
+        self._end = weakref.finalize(self, _close, self._pool, private, self._threads, self._readers)
 
     @property
     def tokens(self) -> MediaTokens:
-        """Tokens of the model's images and videos."""
-        processor, videos = self.processor, self.processor.videos
+        """Tokens of the model's images, videos and sounds."""
+        processor, videos, sounds = self.processor, self.processor.videos, self.processor.sounds
         of_videos = ("", "") if videos is None else (videos.marker, videos.placeholder)
-        literals = dict.fromkeys([*processor.literals, *filter(None, of_videos)])
-        return MediaTokens(processor.marker, processor.placeholder, tuple(literals), *of_videos)
+        of_sounds = ("", "") if sounds is None else (sounds.marker, sounds.placeholder)
+        others = () if sounds is None else sounds.literals
+        literals = dict.fromkeys([*processor.literals, *filter(None, of_videos), *others])
+        form = processor.prefix_form
+        return MediaTokens(
+            processor.marker, processor.placeholder, tuple(literals), *of_videos, *of_sounds, form
+        )
 
     @property
     def kinds(self) -> list[str]:
         """Kinds of media that the model takes."""
-        return [IMAGE] if self.processor.videos is None else [IMAGE, VIDEO]
+        processor = self.processor
+        takes = {
+            IMAGE: processor.takes_images,
+            VIDEO: processor.videos is not None,
+            AUDIO: processor.sounds is not None,
+        }
+        return [kind for kind, is_taken in takes.items() if is_taken]
 
     async def admit(
         self, parts: Sequence[MediaPart], options: Mapping[str, Any] | None = None, tenant: str = ""
@@ -210,8 +257,10 @@ class MediaDoor:
             UnavailableError: no process can be started, or the door is closed.
         """
         if not self._end.alive:
-            raise UnavailableError("images cannot be processed: the engine is shutting down")
-        checked = {kind: self.processor.checked_options(options or {}, kind) for kind in (IMAGE, VIDEO)}
+            raise UnavailableError("media cannot be processed: the engine is shutting down")
+        checked = {
+            kind: self.processor.checked_options(options or {}, kind) for kind in (IMAGE, VIDEO, AUDIO)
+        }
         self._check_kinds(parts)
         totals = _Totals()
         tasks = [
@@ -226,6 +275,11 @@ class MediaDoor:
             raise
         return AdmittedMedia([item for item, _ in found], [lease for _, lease in found])
 
+    def warm_up(self) -> None:
+        """Start a process in the background, so that the first image does not wait for one."""
+        if self._end.alive:
+            self._threads.submit(self._pool.warm_up)
+
     def close(self) -> None:
         """End the processes and remove the files; idempotent."""
         self._end()
@@ -234,15 +288,16 @@ class MediaDoor:
     def _check_kinds(self, parts: Sequence[MediaPart]) -> None:
         for part in parts:
             if part.kind not in self.kinds:
+                taken = " and ".join(f"{name_of(kind)}s" for kind in self.kinds)
                 raise ValidationError(
-                    f"{part.where} is a video, and this model takes images", param=part.where
+                    f"{part.where} is {_ARTICLES[part.kind]}, and this model takes {taken}", param=part.where
                 )
         for kind, count in Counter(part.kind for part in parts).items():
             said = self._options.limit_mm_per_prompt.get(kind, MAX_ITEMS)
             limit = said.get("count", MAX_ITEMS) if isinstance(said, dict) else said
             if count > limit:
                 raise ValidationError(
-                    f"the request has {count} {kind}s, the limit is {limit} (--limit-mm-per-prompt)",
+                    f"the request has {count} {name_of(kind)}s, the limit is {limit} (--limit-mm-per-prompt)",
                     param="messages",
                 )
 
@@ -266,8 +321,8 @@ class MediaDoor:
         item = None if digest is None else self.files.find(digest)
         if item is None:
             raise ValidationError(
-                f"{part.where} has no data, and the server has no {part.kind} of the uuid {part.uuid!r:.80} any more, "
-                "with these options; send its data again",
+                f"{part.where} has no data, and the server has no {name_of(part.kind)} of the uuid {part.uuid!r:.80} "
+                "any more, with these options; send its data again",
                 param=part.where,
             )
         return item, self.files.lease(item.digest)
@@ -297,6 +352,12 @@ class MediaDoor:
             content = _Content(part.kind, data)
         else:
             content = await self._in_thread(self._read_here, part)
+        if content.kind == AUDIO and len(content.data) > self._max_sound_bytes:
+            raise ValidationError(
+                f"{part.where} has {len(content.data)} bytes, the limit of a sound is {self._max_sound_bytes} "
+                "(--max-audio-bytes)",
+                param=part.where,
+            )
         totals.add_bytes(len(content.data))
         if content.kind == RAW:
             totals.add_pixels(math.prod(content.size), RAW)
@@ -307,6 +368,10 @@ class MediaDoor:
     def _read_here(self, part: MediaPart) -> _Content:
         source, where = part.source, part.where
         if not isinstance(source, str):
+            if part.kind == AUDIO:
+                from quire.multimodal.door.sound import wav_of  # stands on quire.speech, which images do not
+
+                return _Content(AUDIO, wav_of(source, where))
             return _raw_frames(source, where) if part.kind == VIDEO else _raw(source, where)
         if part.is_embeds:
             data = (
@@ -351,7 +416,9 @@ class MediaDoor:
                     raise ValidationError(f"{part.where}: {reply.error}", param=reply.param or part.where)
                 item = self.files.add(digest, content.item_kind, reply.layout, reply.num_bytes)
             lease = self.files.lease(digest)
-        if content.kind in (IMAGE, VIDEO, FRAMES):
+        if content.kind == AUDIO:
+            totals.add_seconds(item.layout.seconds)
+        elif content.kind in (IMAGE, VIDEO, FRAMES):
             totals.add_pixels(item.layout.num_pixels, content.kind)
         return item, lease
 
@@ -362,7 +429,7 @@ class MediaDoor:
         try:
             source = self.files.input_path()
         except OSError as error:
-            raise UnavailableError(f"images cannot be stored: {error.strerror}") from None
+            raise UnavailableError(f"media cannot be stored: {error.strerror}") from None
         job = DecodeJob(
             content.kind,
             str(source),
@@ -374,6 +441,7 @@ class MediaDoor:
             content.facts.fps,
             content.facts.num_frames,
             content.facts.chosen,
+            MAX_REQUEST_SECONDS - totals.num_seconds,
         )
         work = asyncio.get_running_loop().run_in_executor(
             self._threads, self._run_job, job, content.data, ticket
@@ -387,13 +455,13 @@ class MediaDoor:
 
     def _run_job(self, job: DecodeJob, data: bytes, ticket: Ticket) -> DecodeReply:
         if ticket.is_cancelled():
-            raise UnavailableError("the request was cancelled before its images were decoded")
+            raise UnavailableError("the request was cancelled before its media were decoded")
         source = Path(job.input)
         try:
             source.write_bytes(data)
-            return self._pool.run(job, ticket, VIDEO_LIMIT_S if job.kind in (VIDEO, FRAMES) else LIMIT_S)
+            return self._pool.run(job, ticket, LIMIT_S if name_of(job.kind) == IMAGE else LONG_LIMIT_S)
         except OSError as error:
-            raise UnavailableError(f"images cannot be stored: {error.strerror}") from None
+            raise UnavailableError(f"media cannot be stored: {error.strerror}") from None
         finally:
             source.unlink(missing_ok=True)
             if ticket.is_cancelled():
@@ -403,8 +471,10 @@ class MediaDoor:
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
 
 
-def _close(pool: DecodePool, *threads: ThreadPoolExecutor) -> None:
+def _close(pool: DecodePool, directory: Path | None, *threads: ThreadPoolExecutor) -> None:
     pool.close()
+    if directory is not None:
+        private_directories.remove(directory)
     for one in threads:
         one.shutdown(wait=False, cancel_futures=True)
 
@@ -460,17 +530,17 @@ def _canonical(options: Mapping[str, Any]) -> bytes:
     return json.dumps(options, sort_keys=True, default=repr).encode()
 
 
-def _root_digest(config: EngineConfig, architecture: str) -> bytes:
+def _root_digest(config: EngineConfig, architecture: str, directory: Path) -> bytes:
     """Return the digest of what all items of a model depend on."""
-    paths = [Path(config.model_dir) / name for name in FILES]
+    paths = [directory / name for name in FILES]
     contents = [path.read_bytes() if path.is_file() else b"" for path in paths]
     own = _canonical(config.multimodal.mm_processor_kwargs)
-    decoders = f"{PIL.__version__} {_av_version()}".encode()
+    decoders = f"{PIL.__version__} {' '.join(map(_version, DECODERS))}".encode()
     return _framed(b"quire media 1", architecture.encode(), own, decoders, *contents)
 
 
-def _av_version() -> str:
-    return "" if importlib.util.find_spec("av") is None else version("av")
+def _version(package: str) -> str:
+    return "" if importlib.util.find_spec(package) is None else version(package)
 
 
 def architecture_of(config: EngineConfig) -> str:
@@ -479,18 +549,32 @@ def architecture_of(config: EngineConfig) -> str:
     return config.arch.architecture if part_of is None else part_of.architecture
 
 
-def make_door(config: EngineConfig, *, offline: bool = False) -> MediaDoor | None:
-    """Return the door of a model; None if it takes no images.
+def make_door(
+    config: EngineConfig, *, offline: bool = False, max_sound_bytes: int = MAX_ITEM_BYTES
+) -> MediaDoor | None:
+    """Return the door of a model; None if it takes no media.
 
     Raises:
         StartupError: the files of its processor are malformed.
     """
     if config.arch.part_of is None or config.multimodal.language_model_only:
         return None
-    processor = make_processor(
-        architecture_of(config), Path(config.model_dir), config.multimodal.mm_processor_kwargs
-    )
-    unknown = config.multimodal.limit_mm_per_prompt.keys() - {IMAGE, "video", "audio"}
+    unknown = config.multimodal.limit_mm_per_prompt.keys() - {IMAGE, VIDEO, AUDIO}
     if unknown:
         raise ConfigError(f"--limit-mm-per-prompt has {min(unknown)!r}; the kinds are image, video and audio")
-    return None if processor is None else MediaDoor(config, processor, offline=offline)
+    directory = _processor_directory(config)
+    processor = make_processor(architecture_of(config), directory, config.multimodal.mm_processor_kwargs)
+    if processor is None:
+        return None
+    return MediaDoor(config, processor, directory, offline=offline, max_sound_bytes=max_sound_bytes)
+
+
+def _processor_directory(config: EngineConfig) -> Path:
+    """Return the checkpoint's directory, or for a model in GGUF a private one with the files that it amounts to."""
+    part_of = config.arch.part_of
+    if part_of is None or not part_of.processor_files:
+        return Path(config.model_dir)
+    directory = private_directories.make("processor-")
+    for name, values in json.loads(part_of.processor_files).items():
+        (directory / name).write_text(json.dumps(values), encoding="utf-8")
+    return directory

@@ -23,7 +23,7 @@ class DecodeJob(msgspec.Struct, frozen=True):
     """One item to process.
 
     Args:
-        kind: "image", "raw" (RGB pixels), "video", "frames" (RGB pixels) or "embeds".
+        kind: "image", "raw" (RGB pixels), "video", "frames" (RGB pixels), "audio" or "embeds".
         input, output: files of the item's bytes and of its arrays.
         options: the request's, checked.
         max_pixels: most pixels that its header may state, or that may be read of a video.
@@ -32,6 +32,7 @@ class DecodeJob(msgspec.Struct, frozen=True):
         fps: of raw frames; 0: unknown.
         num_frames: of the video of raw frames; 0: as many as there are.
         chosen: indices of raw frames in that video, if the caller sampled them.
+        max_seconds: longest sound.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class DecodeJob(msgspec.Struct, frozen=True):
     fps: float = 0.0
     num_frames: int = 0
     chosen: tuple[int, ...] | None = None
+    max_seconds: float = 0.0
 
 
 class DecodeReply(msgspec.Struct, frozen=True):

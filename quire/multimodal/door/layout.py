@@ -8,13 +8,17 @@ and another number of them is an error of the request.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from quire.errors import ValidationError
-from quire.media import MediaItem
+from quire.media import MediaItem, Prefix
+
+NUMBER = "\0"
+"""Stands in the text of an item for its number among those of its kind in the prompt, from 0 on."""
 
 
 class PlaceholderLayout(msgspec.Struct, frozen=True):
@@ -23,6 +27,7 @@ class PlaceholderLayout(msgspec.Struct, frozen=True):
     Args:
         runs: pairs of token and count for each placeholder of `text`.
         num_pixels: of the decoded image, or of all frames that were read of a video.
+        seconds: length of a sound.
     """
 
     text: str
@@ -31,6 +36,7 @@ class PlaceholderLayout(msgspec.Struct, frozen=True):
     both_ways: bool = False
     num_pixels: int = 0
     seconds_per_frame: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,8 @@ class PreparedItem:
 class MediaTokens:
     """Tokens of a model's media: see `quire.multimodal.processors.base.Processor`.
 
-    `video_marker` and `video_placeholder` are those of a video; empty if the model takes none.
+    `video_marker` and `video_placeholder` are those of a video, `sound_marker` and `sound_placeholder` those of a
+    sound; empty if the model takes none. `prefix_form` is the processor's.
     """
 
     marker: str
@@ -55,10 +62,14 @@ class MediaTokens:
     literals: tuple[str, ...]
     video_marker: str = ""
     video_placeholder: str = ""
+    sound_marker: str = ""
+    sound_placeholder: str = ""
+    prefix_form: tuple[str, str] | None = None
 
     def placeholder_of(self, kind: str) -> str:
         """Return the token that takes the embeddings of an item."""
-        return self.video_placeholder if kind == "video" else self.placeholder
+        others = {"video": self.video_placeholder, "audio": self.sound_placeholder}
+        return others.get(kind, self.placeholder)
 
 
 class Expansion:
@@ -81,11 +92,13 @@ class Expansion:
         self._placeholders = list(dict.fromkeys(tokens.placeholder_of(item.kind) for item in items))
         names = {name for item in items for run in item.layout.runs for name, _ in run}
         names.update(self._placeholders)
+        names.update(tokens.prefix_form or ())
         found = {name: id_of(name) for name in names}
         missing = sorted(name for name, token_id in found.items() if token_id is None)
         if missing:
             raise ValidationError(
-                f"the model's tokenizer has no token {missing[0]!r}, so it takes no images", param="messages"
+                f"the model's tokenizer has no token {missing[0]!r}, so it takes no such media",
+                param="messages",
             )
         self._ids = {name: token_id for name, token_id in found.items() if token_id is not None}
 
@@ -100,6 +113,25 @@ class Expansion:
             ValidationError: there are more or fewer placeholders than the items have.
         """
         self._check_counts(token_ids)
+        form = self._tokens.prefix_form
+        if form is None or not self._items:
+            return self._expanded(token_ids)
+        ids, media = self._expanded(self._in_form(token_ids, *form))
+        return ids, [msgspec.structs.replace(media[0], prefix=_prefix_of(ids, media)), *media[1:]]
+
+    def _in_form(self, token_ids: Sequence[int], begin: str, end: str) -> list[int]:
+        """Return a prompt with the token `begin` behind its last item, not before its first one, and `end` last."""
+        first, last = self._ids[begin], self._ids[end]
+        places = {self._ids[name] for name in self._placeholders}
+        stop = max(index for index, token_id in enumerate(token_ids) if token_id in places) + 1
+        media, text = [*token_ids[:stop]], [*token_ids[stop:]]
+        if len(media) > 1 and media[0] == first and media[1] in places:
+            del media[0]
+        if text[:1] != [first]:
+            text.insert(0, first)
+        return media + text + ([] if text[-1] == last else [last])
+
+    def _expanded(self, token_ids: Sequence[int]) -> tuple[list[int], list[MediaItem]]:
         ids: list[int] = []
         media: list[MediaItem] = []
         begin = 0
@@ -135,6 +167,11 @@ class Expansion:
             if name == self._tokens.placeholder_of(kind):
                 positions.append((len(ids), len(ids) + count))
             ids += [self._ids[name]] * count
+
+
+def _prefix_of(ids: Sequence[int], media: Sequence[MediaItem]) -> Prefix:
+    items = [(item.digest, item.start, item.end) for item in media]
+    return Prefix(len(ids), hashlib.sha256(msgspec.msgpack.encode((ids, items))).digest())
 
 
 def _media_item(item: PreparedItem, start: int, end: int, positions: list[tuple[int, int]]) -> MediaItem:

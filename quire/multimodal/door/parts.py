@@ -14,32 +14,44 @@ from typing import Any
 from quire.errors import ValidationError
 from quire.inputs import ChatMessage
 
-PLACES = {"image": {"type": "image"}, "video": {"type": "video"}}
+PLACES = {"image": {"type": "image"}, "video": {"type": "video"}, "audio": {"type": "audio"}}
 IMAGE_KINDS = ("image_url", "input_image", "image_pil", "image_embeds")
 VIDEO_KINDS = ("video_url", "input_video", "video")
-OFFLINE_KINDS = ("image_pil", "video")
-TAKEN = (*IMAGE_KINDS, *VIDEO_KINDS)
+SOUND_KINDS = ("input_audio", "audio_url", "audio")
+OFFLINE_KINDS = ("image_pil", "video", "audio")
+TAKEN = (*IMAGE_KINDS, *VIDEO_KINDS, *SOUND_KINDS)
+ITEM_KINDS = {**dict.fromkeys(VIDEO_KINDS, "video"), **dict.fromkeys(SOUND_KINDS, "audio")}
+"""Kind of part -> kind of its item; all others are images."""
 OTHER_KINDS = (
-    *("input_audio", "audio_url", "audio_embeds", "video_embeds"),
+    *("audio_embeds", "video_embeds"),
     *("file", "input_file", "document", "prompt_embeds"),
 )
-NESTED = {"image_url": {"url", "detail"}, "video_url": {"url"}, "input_video": {"url", "data"}}
+NESTED = {
+    "image_url": {"url", "detail"},
+    "video_url": {"url"},
+    "input_video": {"url", "data"},
+    "input_audio": {"url", "data", "format"},
+    "audio_url": {"url"},
+}
 """Parts whose value may be an object -> its fields; `data` is base64."""
+DATA_KINDS = [name for name, fields in NESTED.items() if "data" in fields]
+SOUND_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "mp4", "m4a", "aac", "webm", "mpeg", "mpga")
+"""Values of a sound's `format`, without effect: its first bytes decide."""
 DETAILS = (None, "auto", "low", "high", "original")
 MAX_UUID_CHARS = 256
 
 
 @dataclass(frozen=True)
 class MediaPart:
-    """One image or video of a request, not read yet.
+    """One image, video or sound of a request, not read yet.
 
     Args:
         where: its field, for errors.
-        source: URL, PIL image or array; None if `uuid` names an item that the server has.
+        source: URL, PIL image, array or pair of samples and rate; None if `uuid` names an item that the server has.
         is_embeds: the source is base64 of a file of embeddings.
         is_base64: the source is base64 of the item, without a URL's beginning.
         uuid: the client's name of the content.
-        kind: "image" or "video".
+        kind: "image", "video" or "audio".
     """
 
     where: str
@@ -101,7 +113,8 @@ def _place(part: Any, where: str, found: FoundMedia, offline: bool) -> Any:
     kind = part["type"]
     if kind in OTHER_KINDS or (kind in OFFLINE_KINDS and not offline):
         raise ValidationError(
-            f"{where} has the type {kind!r}, which is not supported; models take text, and image_url or video_url",
+            f"{where} has the type {kind!r}, which is not supported; models take text, and image_url, video_url, "
+            "input_audio or audio_url",
             param=where,
         )
     found.parts.append(_read(part, kind, where, found.idle))
@@ -126,14 +139,17 @@ def _read(part: dict[str, Any], kind: str, where: str, idle: list[str]) -> Media
     if name in NESTED and isinstance(value, dict):
         _check_fields(value, NESTED[name], f"{where}.{name}")
         detail = value.get("detail", detail)
+        _check_format(value.get("format"), f"{where}.{name}.format")
         is_base64 = value.get("url") is None and value.get("data") is not None
         value = value.get("data") if is_base64 else value.get("url")
+        is_base64 = is_base64 and str(value)[:5].lower() != "data:"  # some clients send a whole URL
     _check_detail(detail, where, idle)
-    item_kind = "video" if kind in VIDEO_KINDS else "image"
+    item_kind = ITEM_KINDS.get(kind, "image")
     if value is None and uuid:
         return MediaPart(where, None, uuid=uuid, kind=item_kind)
     if kind not in OFFLINE_KINDS and (not isinstance(value, str) or not value):
-        raise ValidationError(f"{where} needs {name} with text: a URL, or base64 of embeddings", param=where)
+        form = "base64 in data, or a URL" if name in DATA_KINDS else "a URL, or base64 of embeddings"
+        raise ValidationError(f"{where} needs {name} with text: {form}", param=where)
     is_embeds = kind == "image_embeds"
     return MediaPart(where, value, is_embeds=is_embeds, is_base64=is_base64, uuid=uuid or "", kind=item_kind)
 
@@ -141,6 +157,13 @@ def _read(part: dict[str, Any], kind: str, where: str, idle: list[str]) -> Media
 def _check_fields(value: dict[str, Any], known: set[str], where: str) -> None:
     if unknown := value.keys() - known:
         raise ValidationError(f"{where} has an unknown field {min(unknown)!r:.60}", param=where)
+
+
+def _check_format(given: Any, where: str) -> None:
+    if given is not None and given not in SOUND_FORMATS:
+        raise ValidationError(
+            f"{where} must be one of {', '.join(SOUND_FORMATS)}, got {given!r:.40}", param=where
+        )
 
 
 def _check_detail(detail: Any, where: str, idle: list[str]) -> None:

@@ -19,6 +19,7 @@ from typing import IO
 import msgspec
 
 from quire.errors import UnavailableError, ValidationError
+from quire.multimodal.door.decoding import name_of
 from quire.multimodal.door.jobs import DecodeJob, DecodeReply, DecodeSetup
 from quire.processes import exit_reason, start_python
 from quire.structured_output.checker import ONE_THREAD, read_frame, write_frame
@@ -81,8 +82,19 @@ class DecodePool:
         if reply is not None:
             return reply
         if ticket.is_cancelled() or self._is_closed:
-            raise UnavailableError("the request was cancelled while its images were decoded")
-        raise process.failure(limit_s, "video" if job.kind in ("video", "frames") else "image")
+            raise UnavailableError("the request was cancelled while its media were decoded")
+        raise process.failure(limit_s, name_of(job.kind))
+
+    def warm_up(self) -> None:
+        """Start a process for the first job; blocks. A process that does not start is left to that job."""
+        try:
+            process = self._pop()
+        except UnavailableError:
+            return
+        try:
+            process.warm_up()
+        finally:
+            self._put_back(process)
 
     def close(self) -> None:
         """End all processes; idempotent."""
@@ -146,6 +158,11 @@ class _DecodeProcess:
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    def warm_up(self) -> None:
+        """Start it without a job."""
+        with suppress(OSError):
+            self.is_idle = self._has_started or self._start()
 
     def ask(self, job: DecodeJob, limit_s: float) -> DecodeReply | None:
         """Return the result; None if the process is late or has ended."""

@@ -24,16 +24,18 @@ from quire.multimodal.families import FAMILIES
 from quire.plugins import import_place
 
 if TYPE_CHECKING:
+    from quire.multimodal.processors.sound import SoundProcessor
     from quire.multimodal.processors.video import VideoProcessor
 
 Arrays = dict[str, NDArray[Any]]
 Size = tuple[int, int]  # height, width
 
 OPTIONS_FIELD = "mm_processor_kwargs"
-IMAGE, VIDEO = "image", "video"
+IMAGE, VIDEO, AUDIO = "image", "video", "audio"
 SCOPES = {
     IMAGE: "images_kwargs",
     VIDEO: "videos_kwargs",
+    AUDIO: "audio_kwargs",
 }  # Objects inside the options whose keys take precedence.
 MAX_PREPARED_PIXELS = 2**26  # Largest sum of pixels after resizing, 192 MiB.
 
@@ -74,11 +76,18 @@ class Processor(abc.ABC):
         placeholder: the token that takes an embedding.
         literals: every token that a processed item may consist of; users' text must not turn into one.
         videos: processor of videos; None: the model takes none.
+        takes_images: whether the model takes images; otherwise it has no `marker` and no `placeholder`.
+        sounds: processor of sounds; None: the model takes none.
+        prefix_form: all positions of a prompt with images attend to one another; the token behind the last image, in
+            place of the one with which text begins, and the last token. None: text attends to earlier positions.
     """
 
     videos: VideoProcessor | None = None
     num_encoded: int = 0
     """Rows of the encoder's output that cross-attention reads of an image; 0: an image has placeholders."""
+    takes_images = True
+    sounds: SoundProcessor | None = None
+    prefix_form: tuple[str, str] | None = None
 
     leads = False
     """An image comes before its text, which need not have its marker."""
@@ -137,9 +146,13 @@ class Processor(abc.ABC):
         """
         if not isinstance(given, Mapping):
             raise ValidationError(f"{OPTIONS_FIELD} must be an object", param=OPTIONS_FIELD)
-        known = {IMAGE: self.OPTIONS, VIDEO: frozenset() if self.videos is None else self.videos.OPTIONS}
+        known = {
+            IMAGE: self.OPTIONS,
+            VIDEO: frozenset() if self.videos is None else self.videos.OPTIONS,
+            AUDIO: frozenset() if self.sounds is None else self.sounds.OPTIONS,
+        }
         flat = {name: value for name, value in given.items() if name not in SCOPES.values()}
-        _check_known(flat, known[IMAGE] | known[VIDEO], OPTIONS_FIELD)
+        _check_known(flat, frozenset().union(*known.values()), OPTIONS_FIELD)
         own = {name: value for name, value in flat.items() if name in known[kind]}
         for each, scope in SCOPES.items():
             inside = given.get(scope, {})

@@ -48,7 +48,7 @@ class ProcessorFiles:
             video = image
         self.image = _with_options(image, options, SCOPES[IMAGE])
         self.video = _with_options(video, options, SCOPES[VIDEO])
-        self._tokenizer = optional_json_object(model_dir / "tokenizer_config.json")
+        self._model_dir = model_dir
 
     @property
     def vision(self) -> JsonObject:
@@ -57,10 +57,16 @@ class ProcessorFiles:
 
     def token(self, name: str, usual: str) -> str:
         """Return a token by its name in the processor's or the tokenizer's file; `usual` if neither has it."""
-        extra = self._tokenizer.get("extra_special_tokens")
-        places = (self.processor.values, extra, self._tokenizer.values)
-        found = (place.get(name) for place in places if isinstance(place, dict))
-        return next((_literal(value) for value in found if _literal(value)), usual)
+        return token_of(self._model_dir, name, usual)
+
+
+def token_of(model_dir: Path, name: str, usual: str) -> str:
+    """Return a token as `ProcessorFiles.token` does."""
+    tokenizer = optional_json_object(model_dir / "tokenizer_config.json")
+    processor = optional_json_object(model_dir / PROCESSOR_FILE)
+    places = (processor.values, tokenizer.get("extra_special_tokens"), tokenizer.values)
+    found = (place.get(name) for place in places if isinstance(place, dict))
+    return next((_literal(value) for value in found if _literal(value)), usual)
 
 
 def _with_options(values: JsonObject, options: Mapping[str, Any], scope: str) -> JsonObject:

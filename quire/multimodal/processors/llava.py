@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaVA 1.5 and relatives: one square image, one run of fixed length.
+"""LLaVA 1.5, PaliGemma and relatives: one square image, one run of fixed length.
 
 Paper: Improved Baselines with Visual Instruction Tuning (2310.03744). The encoder is CLIP or SigLIP; CLIP's class
 token is dropped unless the checkpoint selects full features. Checkpoints of this architecture with Pixtral's processor
@@ -52,6 +52,7 @@ from quire.multimodal.processors.pixtral import PixtralProcessor
 
 CLIP_ENCODERS = ("clip_vision_model",)
 PADDING = "do_pad"
+NEWLINE = "\n"
 
 
 class LlavaProcessor(Processor):
@@ -62,11 +63,12 @@ class LlavaProcessor(Processor):
     """
 
     OPTIONS = frozenset({PADDING})
+    usual_kind = "CLIPImageProcessor"
 
     def __init__(self, files: ProcessorFiles, num_embeddings: int) -> None:
         image = files.image
         self._image = image
-        is_clip = "siglip" not in image.text("image_processor_type", "CLIPImageProcessor").lower()
+        is_clip = "siglip" not in image.text("image_processor_type", self.usual_kind).lower()
         mean, std = (CLIP_MEAN, CLIP_STD) if is_clip else (HALVES, HALVES)
         self._table = table_of(image, mean, std)
         self._background = _background(image.numbers("image_mean") if "image_mean" in image else mean)
@@ -117,6 +119,26 @@ class LlavaProcessor(Processor):
         if not is_own:
             image.only(PADDING, False)
         return is_own and image.flag(PADDING, False)
+
+
+class PaliGemmaProcessor(LlavaProcessor):
+    """SigLIP's processor; the prompt around its images is a prefix that begins behind them.
+
+    Papers: PaliGemma (2407.07726), PaliGemma 2 (2412.03555).
+    """
+
+    OPTIONS = frozenset[str]()
+    usual_kind = "SiglipImageProcessor"
+
+    def __init__(self, files: ProcessorFiles, num_embeddings: int) -> None:
+        super().__init__(files, num_embeddings)
+        self.prefix_form = (files.token("bos_token", "<bos>"), NEWLINE)
+
+    @classmethod
+    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
+        files = ProcessorFiles(model_dir, options)
+        side = files.vision.integer("image_size", 224) // files.vision.integer("patch_size", 14)
+        return cls(files, files.image.integer("image_seq_length", side * side))
 
 
 def num_embeddings(files: ProcessorFiles) -> int:

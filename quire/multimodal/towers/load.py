@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,16 @@ from typing import Any
 import torch
 
 from quire.config import EngineConfig
+from quire.layers.base import activation_dtype
 from quire.models.json_object import JsonObject
 from quire.models.loader import load_part
 from quire.models.vision_rows import SWIN
 from quire.multimodal.families import FAMILIES
-from quire.multimodal.towers.base import Tower, TowerNames
+from quire.multimodal.towers.base import NO_STEP, PatchLinear, Tower, TowerNames, sequences
+from quire.multimodal.towers.block import TowerBlock
 from quire.plugins import import_place
+
+_ROWS = 32
 
 
 def has_tower(config: EngineConfig) -> bool:
@@ -41,7 +46,9 @@ def load_tower(config: EngineConfig) -> Tower:
     whole = JsonObject(f"{config.model_dir}/config.json", dict(values))
     names = TowerNames(arch.part_of.architecture, {}, (), encoder_length=arch.part_of.encoder_length)
     own = replace(
-        config, model_arch=replace(arch, part_of=names, quantization=None, tie_word_embeddings=False)
+        config,
+        model_dir=arch.part_of.projector or config.model_dir,
+        model_arch=replace(arch, part_of=names, quantization=None, tie_word_embeddings=False),
     )
     kind = import_place(place_of(arch.part_of.architecture, whole))
     with torch.device("meta"):
@@ -57,3 +64,18 @@ def place_of(architecture: str, whole: JsonObject) -> str:
     if whole.child("vision_config").get("model_type") == "pixtral" and architecture.startswith("Llava"):
         return "quire.multimodal.towers.pixtral:PixtralTower"
     return FAMILIES[architecture].tower
+
+
+@torch.inference_mode()
+def warm_up(tower: Tower) -> None:
+    """Run one layer of each kind on a few rows, so that no client's item waits for what is made on first use."""
+    device, dtype = tower.device, activation_dtype(tower.config)
+    patch = next((layer for layer in tower.modules() if isinstance(layer, PatchLinear)), None)
+    if patch is not None:
+        patch(torch.zeros(_ROWS, math.prod(patch.patch), device=device, dtype=dtype), NO_STEP)
+    block = next((layer for layer in tower.modules() if isinstance(layer, TowerBlock)), None)
+    if block is not None:
+        rows = torch.zeros(_ROWS, block.shape.channels, device=device, dtype=dtype)
+        angles = torch.zeros(_ROWS, block.shape.head_dim, device=device)
+        for _ in block.slices(rows, sequences([_ROWS], device), angles):
+            pass

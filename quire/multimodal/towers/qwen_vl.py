@@ -45,6 +45,11 @@ def gelu(x: Tensor) -> Tensor:
     return ops.activate(x, "gelu")
 
 
+def qkv_of(eyes: JsonObject) -> str:
+    """Return the name of the projections before attention, which files in GGUF have in three."""
+    return "attn.q_k_v" if eyes.flag("qkv_apart", False) else "attn.qkv"
+
+
 class Merger(Projection):
     """Squares of patches through a norm and two linear layers; the norm covers patches, or squares if `after`."""
 
@@ -122,7 +127,7 @@ class QwenVLTower(Tower):
             eps=_EPS,
             activate=activation_of(eyes, "hidden_act", "quick_gelu"),
             norms=("norm1", "norm2"),
-            qkv="attn.qkv",
+            qkv=qkv_of(eyes),
             out="attn.proj",
         )
 
@@ -176,7 +181,7 @@ class Qwen25VLTower(QwenVLTower):
             gated=eyes.choice("hidden_act", ("silu", "gelu"), "silu"),
             norm="rms",
             norms=("norm1", "norm2"),
-            qkv="attn.qkv",
+            qkv=qkv_of(eyes),
             out="attn.proj",
             mlp=("mlp.gate_up_proj", "mlp.down_proj"),
         )
@@ -231,7 +236,7 @@ class Qwen3VLTower(QwenVLTower):
             eps=_EPS,
             activate=activation_of(eyes, "hidden_act", "gelu_pytorch_tanh"),
             norms=("norm1", "norm2"),
-            qkv="attn.qkv",
+            qkv=qkv_of(eyes),
             out="attn.proj",
             mlp=("mlp.linear_fc1", "mlp.linear_fc2"),
         )

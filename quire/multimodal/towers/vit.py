@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Towers on vision transformers with learned positions: CLIP, SigLIP and InternViT, with each family's projection.
 
-LLaVA (Liu et al., 2023, arXiv:2310.03744), Gemma 3 (2025, arXiv:2503.19786), Idefics 3 (2024, arXiv:2408.12637) and
+LLaVA (Liu et al., 2023, arXiv:2310.03744), PaliGemma (2024, arXiv:2407.07726) and PaliGemma 2 (2024, arXiv:2412.03555),
+Gemma 3 (2025, arXiv:2503.19786), Idefics 3 (2024, arXiv:2408.12637) and
 SmolVLM (2025, arXiv:2504.05299), InternVL 3 (2025, arXiv:2504.10479).
 
 Shapes: t tiles of n patches (and perhaps a class token), C channels, m embeddings, H hidden size.
@@ -382,6 +383,20 @@ class Idefics3Tower(ViTTower):
         side = self.vision.side
         squares = torch.cat([merged_squares(tile, side, side, self.square) for tile in x])
         out: Tensor = self.projection(squares, NO_STEP)
+        return out
+
+
+class PaliGemmaTower(ViTTower):
+    """PaliGemma: SigLIP's patches through one linear layer."""
+
+    is_normed = True
+
+    def build(self, whole: JsonObject) -> None:
+        size = self.vision.channels
+        self.projection = self.linear(size, self.hidden_size, True, "multi_modal_projector.linear")
+
+    def project(self, x: Tensor) -> Tensor:
+        out: Tensor = self.projection(x.flatten(0, 1).contiguous(), NO_STEP)
         return out
 
 

@@ -25,7 +25,7 @@ from quire.media import EncodeProgress, MediaItem
 from quire.models.safetensors_file import SafetensorsFile
 from quire.multimodal.families import FAMILIES
 from quire.multimodal.towers.base import Tower, TowerState
-from quire.multimodal.towers.load import has_tower, load_tower
+from quire.multimodal.towers.load import has_tower, load_tower, warm_up
 from quire.plugins import import_place
 from quire.worker.media_rows import Embeddings
 
@@ -42,6 +42,8 @@ def open_encoder(config: EngineConfig) -> EncoderStore:
     """
     tower = load_tower(config) if has_tower(config) else None
     if tower is not None:
+        with library.as_in_kernels():
+            warm_up(tower)
         logger.info("encoder: %s", type(tower).__name__)
     elif config.arch.part_of is not None:
         logger.warning(

@@ -107,3 +107,25 @@ def test_an_answer_has_the_format(client: ollama.Client, form: Any, streamed: bo
     generated = [part.response for part in text] if streamed else [text.response]
     assert Person.model_validate_json("".join(said)) == PERSON
     assert Person.model_validate_json("".join(generated)) == PERSON
+
+
+def test_listed_sizes_are_those_of_the_files(client: ollama.Client) -> None:
+    (model,) = client.list().models
+    assert model.size is not None
+    assert model.size > 100_000
+    assert model.digest
+    assert model.details is not None
+    assert model.details.format == "safetensors"
+    assert (model.details.parameter_size or "").endswith(("K", "M", "B"))
+
+
+def test_a_served_model_is_there_without_a_download(client: ollama.Client) -> None:
+    assert client.pull(MODEL).status == "success"
+    assert [step.status for step in client.pull(MODEL, stream=True)] == ["success"]
+
+
+def test_downloads_and_deletions_need_the_operator(client: ollama.Client) -> None:
+    for call in (lambda: client.pull("some/model"), lambda: client.delete("some/model")):
+        with pytest.raises(ollama.ResponseError, match="--allow-pull") as caught:
+            call()
+        assert caught.value.status_code == 403

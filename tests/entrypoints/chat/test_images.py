@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.tokenizer import Tokenizer
+from quire.entrypoints.chat.media import _texts_of
 from quire.entrypoints.chat.messages import MediaTexts
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
-from quire.multimodal.door.layout import Expansion, MediaTokens, PlaceholderLayout, PreparedItem
+from quire.multimodal.door.layout import NUMBER, Expansion, MediaTokens, PlaceholderLayout, PreparedItem
 
 MARKER = "<|image_pad|>"
 TEXTS = MediaTexts(MARKER, (MARKER, "<break>"))
@@ -189,6 +191,32 @@ def test_another_number_of_placeholders_is_an_error(tokens: Tokenizer) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (f"{MARKER}what", f"{MARKER * 2}<|user|>what<|tool|>"),
+        (f"<|user|>{MARKER}what", f"{MARKER * 2}<|user|>what<|tool|>"),
+        (f"{MARKER}<|user|>what<|tool|>", f"{MARKER * 2}<|user|>what<|tool|>"),
+        (f"{MARKER}a{MARKER}", f"{MARKER * 2}a{MARKER * 3}<|user|><|tool|>"),
+        (f"a<|user|>{MARKER}", f"a<|user|>{MARKER * 2}<|user|><|tool|>"),
+    ],
+)
+def test_a_prefix_has_its_tokens_once(tokens: Tokenizer, prompt: str, expected: str) -> None:
+    kind = replace(TOKENS, prefix_form=("<|user|>", "<|tool|>"))
+    items = [item(number, number + 2) for number in range(prompt.count(MARKER))]
+    ids, media = Expansion(kind, tokens.id_of, items).expand(tokens.encode(prompt, add_special_tokens=False))
+    assert tokens.decode(ids, skip_special_tokens=False) == expected
+    prefix = media[0].prefix
+    assert prefix is not None
+    assert prefix.length == len(ids)
+    assert all(ids[at] == tokens.id_of(MARKER) for one in media for at in range(one.start, one.end))
+    longer = tokens.encode(f"{prompt}?", add_special_tokens=False)
+    _, (other, *_) = Expansion(kind, tokens.id_of, items).expand(longer)
+    assert other.prefix is not None
+    assert other.prefix.digest != prefix.digest
+    assert Expansion(kind, tokens.id_of, []).expand([1, 2]) == ([1, 2], [])
+
+
 def test_several_runs_of_an_item_are_one_item(tokens: Tokenizer) -> None:
     layout = PlaceholderLayout(
         f"({MARKER},{MARKER})", [[(MARKER, 2)], [(MARKER, 3)]], grid=(1, 1, 5), both_ways=True
@@ -198,3 +226,9 @@ def test_several_runs_of_an_item_are_one_item(tokens: Tokenizer) -> None:
     assert (one.start, one.end, one.runs) == (2, 8, [(2, 4), (5, 8)])
     assert (one.grid, one.both_ways, one.num_embeddings) == ((1, 1, 5), True, 5)
     assert tokens.decode(expanded, skip_special_tokens=False) == f"x({MARKER * 2},{MARKER * 3})y"
+
+
+def test_items_that_say_their_number_count_their_kind() -> None:
+    layout = PlaceholderLayout(f"<{NUMBER}>", [])
+    items = [PreparedItem(b"", kind, "", layout) for kind in ("image", "video", "image")]
+    assert _texts_of(items) == ["<0>", "<0>", "<1>"]

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from quire.entrypoints.ollama.files import facts_of_files
 from quire.entrypoints.ollama.protocol import ChatRequest, GenerateRequest
 from quire.entrypoints.text_form import TextForm
 from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
@@ -248,3 +252,19 @@ async def test_system_refused_by_the_template_is_reported_as_sent() -> None:
     async with client_for(engine) as client:
         reply = await ask(client, GENERATE, system="Be short.", prompt="hi")
     assert reply["adjusted"] == {"system": "user, for a template without system messages"}
+
+
+def test_files_of_a_model_have_true_sizes(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(30, 40), "b": torch.zeros(34)}, tmp_path / "model.safetensors")
+    facts = facts_of_files(str(tmp_path))
+    assert facts.size == (tmp_path / "model.safetensors").stat().st_size
+    assert (facts.parameter_size, facts.main_type, facts.form) == ("1.2K", "F32", "safetensors")
+    assert facts.modified_at.endswith("Z")
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file({"a": torch.zeros(5, dtype=torch.int32)}, other / "model.safetensors")
+    packed = facts_of_files(str(other))
+    assert (packed.parameter_size, packed.main_type) == ("", "I32")
+    assert packed.digest != facts.digest
+    empty = facts_of_files(str(tmp_path / "none"))
+    assert (empty.size, empty.modified_at) == (0, "")

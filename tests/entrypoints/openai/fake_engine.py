@@ -51,6 +51,7 @@ class FakeTokenizer:
 
     vocab_size = num_ids = 258
     bos_token = None
+    bos_token_id = None
     named_tokens: ClassVar[dict[str, str]] = {}
     eos_token = "<|im_end|>"
     eos_token_id = 257
@@ -116,7 +117,9 @@ class FakeEngine:
         self.input_processor = InputProcessor(self.config, self.tokenizer)  # type: ignore[arg-type]
         self.reply: Callable[[str, int], str] = lambda prompt, index: f"Reply {index}!"
         self.is_ready = True
-        self.is_sleeping = False
+        self.is_sleeping = self.refuses_requests = False
+        self.weight_version = "default"
+        self.loading: Any = None
         self.dead_error: QuireError | None = None
         self.died = asyncio.Event()
         self.hold_after: int | None = None

@@ -169,3 +169,24 @@ async def test_without_a_text_a_request_is_checked_all_the_same(serve: Serve) ->
         for name, value in (("dimensions", 0), ("priority", -1)):
             refused = await client.post("/api/embed", json={**body, name: value})
             assert (refused.status_code, name in refused.json()["error"]) == (400, True)
+
+
+async def test_llama_server_embeds_texts_and_tokens(serve: Serve) -> None:
+    async with serve(EMBEDDER) as client:
+        known = await vectors(client, input=TEXTS)
+        reply = await client.post("/embedding", json={"content": TEXTS, "embd_normalize": 2})
+        assert reply.json() == [{"index": i, "embedding": [vector]} for i, vector in enumerate(known)]
+        raw = await vectors(client, input=TEXTS[0], use_activation=False)
+        reply = await client.post("/embedding", json={"content": TEXTS[0], "embd_normalize": -1})
+        assert reply.json()[0]["embedding"] == raw
+        reply = await client.post("/embedding", json={"content": [5, 6, 7]})
+        assert reply.json()[0]["embedding"] == await vectors(client, input=[5, 6, 7])
+        for body, part in (
+            ({"content": TEXTS, "embd_normalize": 0}, "embd_normalize must be 2"),
+            ({"content": ""}, "content must not be empty"),
+            ({"content": 3}, "content must be text"),
+            ({}, "content is required"),
+            ({"content": LONG}, "content"),
+        ):
+            refused = await client.post("/embedding", json=body)
+            assert (refused.status_code, part in refused.text) == (400, True), refused.text

@@ -24,7 +24,7 @@ HIDDEN_SIZE = 8
 def config_of(case: str, directory: Path, **options: Any) -> EngineConfig:
     """The parts of a config that a door reads."""
     checkpoint = CASES[case]
-    part_of = SimpleNamespace(architecture=checkpoint.architecture)
+    part_of = SimpleNamespace(architecture=checkpoint.architecture, processor_files="")
     arch = SimpleNamespace(part_of=part_of, hidden_size=HIDDEN_SIZE)
     found = SimpleNamespace(
         arch=arch, multimodal=MultimodalConfig(**options), model_dir=str(checkpoint.write(directory))

@@ -48,6 +48,17 @@ async def test_an_image_becomes_the_processors_arrays(door: MediaDoor) -> None:
     assert Path(item.path).name == f"{item.digest.hex()}.safetensors"
 
 
+async def test_a_warm_door_has_a_process_for_the_first_image(door: MediaDoor) -> None:
+    door._pool.warm_up()
+    (process,) = door._pool._idle
+    await door.admit([part(data_url(encoded(picture())))])
+    assert door._pool._idle == [process]
+    door.close()
+    door.warm_up()
+    door._pool.warm_up()
+    assert door._pool._idle == []
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 async def test_every_format_is_read(door: MediaDoor, kind: str) -> None:
     (item,) = (await door.admit([part(data_url(encoded(picture(), kind)))])).items

@@ -211,6 +211,35 @@ CASES: dict[str, Case] = {
         {"size": {"height": 56, "width": 56}, "do_convert_rgb": True},
         {"mm_tokens_per_image": 4},
     ),
+    "gemma3-crops": Case(
+        "Gemma3ForConditionalGeneration",
+        _pil("gemma3", "Gemma3ImageProcessorPil"),
+        {
+            "size": {"height": 56, "width": 56},
+            "do_pan_and_scan": True,
+            "pan_and_scan_min_crop_size": 40,
+            "pan_and_scan_max_num_crops": 4,
+            "pan_and_scan_min_ratio_to_activate": 1.2,
+        },
+        {"mm_tokens_per_image": 4},
+    ),
+    "minicpmv": Case(
+        "MiniCPMV4_6ForConditionalGeneration",
+        _pil("minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
+        {"scale_resolution": 112, "patch_size": 14, "max_slice_nums": 9},
+        processor={"use_image_id": False},
+        ratio=40,
+    ),
+    "paligemma": Case(
+        "PaliGemmaForConditionalGeneration",
+        _pil("siglip", "SiglipImageProcessorPil"),
+        {
+            "image_processor_type": "SiglipImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "image_seq_length": 16,
+        },
+        {"vision_config": {"image_size": 56, "patch_size": 14}},
+    ),
     "smolvlm": Case(
         "SmolVLMForConditionalGeneration",
         _pil("smolvlm", "SmolVLMImageProcessorPil"),

@@ -90,6 +90,19 @@ EXPANDERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2-vl": ("qwen2_vl", "Qwen2VL", {"image_token": "<|image_pad|>"}),
     "qwen3-vl": ("qwen2_vl", "Qwen2VL", {"image_token": "<|image_pad|>"}),
     "gemma3": ("gemma3", "Gemma3", {}),
+    "gemma3-crops": ("gemma3", "Gemma3", {}),
+    "minicpmv": (
+        "minicpmv4_6",
+        "MiniCPMV4_6",
+        {
+            "slice_mode": True,
+            "image_start_token": "<image>",
+            "image_end_token": "</image>",
+            "slice_start_token": "<slice>",
+            "slice_end_token": "</slice>",
+        },
+    ),
+    "paligemma": ("paligemma", "PaliGemma", {"image_seq_length": 16}),
     "smolvlm": ("smolvlm", "SmolVLM", {"image_seq_len": 4, "global_image_token": "<global-img>"}),
     "idefics3-whole": ("idefics3", "Idefics3", {"image_seq_len": 4, "global_image_tag": "<global-img>"}),
     "pixtral": ("pixtral", "Pixtral", {"patch_size": 8, "spatial_merge_size": 1}),
@@ -123,8 +136,6 @@ def expanded_by_transformers(name: str, oracle: Any, processor: Processor, image
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inputs = dict(oracle([image], return_tensors="np", **case.call, **more))
-    if name == "gemma3":
-        inputs["num_crops"] = [0]
     if name in ("pixtral", "mistral3"):
         height, width = inputs["image_sizes"][0]
         return pixtral_rows(height // case.call["patch_size"], width // case.call["patch_size"])
@@ -134,7 +145,8 @@ def expanded_by_transformers(name: str, oracle: Any, processor: Processor, image
     for helper in ("_get_number_of_features", "_get_unpadded_features"):
         if hasattr(theirs, helper):
             setattr(me, helper, partial(getattr(theirs, helper), me))
-    text: str = theirs.replace_image_token(me, inputs, 0)
+    divisor = {"image_token_divisor": 16} if name == "minicpmv" else {}
+    text: str = theirs.replace_image_token(me, inputs, 0, **divisor)
     return text
 
 
@@ -178,6 +190,8 @@ def test_an_unknown_option_is_refused_in_words(processor: Processor) -> None:
         ("smolvlm", {"do_image_splitting": 1}, "do_image_splitting must be true or false"),
         ("pixtral", {"size": {"longest_edge": 0}}, "longest_edge must be an integer"),
         ("internvl", {"min_patches": 5, "max_patches": 4}, "min_patches is 5"),
+        ("gemma3", {"do_pan_and_scan": "yes"}, "do_pan_and_scan must be true or false"),
+        ("gemma3", {"pan_and_scan_max_num_crops": 10**6}, "max_num_crops must be an integer"),
         ("internvl", {"max_patches": 10**6}, "max_patches must be an integer"),
     ],
 )
@@ -233,3 +247,27 @@ def test_a_step_that_is_switched_off_is_refused(tmp_path: Path) -> None:
 def test_an_image_that_is_too_long_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="one side at most 200 times the other"):
         CASES["qwen2-vl"].read(tmp_path).prepare(drawn((1, 201), "RGB", 0), {})
+
+
+def test_a_request_asks_for_crops_of_a_long_image(tmp_path: Path) -> None:
+    processor = CASES["gemma3"].read(tmp_path)
+    image = drawn((300, 900), "RGB", 0)
+    found = processor.prepare(image, processor.checked_options({"do_pan_and_scan": True}))
+    assert found.arrays["pixels"].shape == (4, 56, 56, 3)
+    assert len(found.runs) == len(processor.prepare(image, {}).runs) + 3 == 4
+    options = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 1, "pan_and_scan_max_num_crops": 6}
+    with pytest.raises(ValidationError, match="7 pixels has no 6 crops; use a larger"):
+        processor.prepare(drawn((1, 7), "RGB", 0), processor.checked_options(options))
+
+
+@pytest.mark.parametrize(("mode", "side"), [("16x", 56), ("4x", 28)])
+def test_minicpm_counts_embeddings_by_its_mergers(tmp_path: Path, mode: str, side: int) -> None:
+    case = replace(
+        CASES["minicpmv"], image={"downsample_mode": mode}, config={"downsample_mode": mode}, processor={}
+    )
+    prepared = case.read(tmp_path).prepare(drawn((side * 2, side * 3), "RGB", 0), {"slice_mode": False})
+    height, width = prepared.arrays["pixels"].shape[:2]
+    assert prepared.runs[0].pieces == (("<|image_pad|>", height // side * (width // side)),)
+    assert prepared.text == "<image_id>\0</image_id><image><|image_pad|></image>"
+    with pytest.raises(StartupError, match="downsample_mode"):
+        replace(case, image={"downsample_mode": "8x"}).read(tmp_path)

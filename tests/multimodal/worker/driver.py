@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import safetensors.numpy
 
 from quire.kv_cache.spec import KVCacheConfig, group_layers
-from quire.media import MediaItem, chunk_end
+from quire.media import MediaItem, Prefix, chunk_end
 from quire.multimodal.worker import encoders
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import (
@@ -63,7 +64,9 @@ def write_item(arrays: Arrays, directory: Path) -> tuple[bytes, str]:
     return digest, str(path)
 
 
-def shown(parts: Sequence[int | Picture], directory: Path, *, both_ways: bool = False) -> Shown:
+def shown(
+    parts: Sequence[int | Picture], directory: Path, *, both_ways: bool = False, is_prefix: bool = False
+) -> Shown:
     """Return the prompt of some tokens and pictures."""
     found = Shown([], [], [])
     for part in parts:
@@ -81,6 +84,9 @@ def shown(parts: Sequence[int | Picture], directory: Path, *, both_ways: bool = 
             MediaItem(digest, "image", start, runs[-1][1], runs, path, part.grid, both_ways=both_ways)
         )
         found.pictures.append(part)
+    if is_prefix and found.media:
+        prefix = Prefix(len(found.token_ids), hashlib.sha256(repr(found).encode()).digest())
+        found.media[0] = msgspec.structs.replace(found.media[0], prefix=prefix)
     return found
 
 

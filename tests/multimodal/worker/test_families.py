@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import set_num_threads
+from quire.media import both_ways
 from quire.sampling_params import SamplingParams
 from quire.worker.worker import Worker
 from tests.fixtures.seeing_models import IMAGE_TOKEN, SEEING, Picture, Seeing, make_seeing
@@ -42,7 +43,7 @@ def prompt_of(family: Seeing, kind: str, path: Path) -> Shown:
         "three": [9, pictures[0], 10, pictures[1], 23, 24, pictures[2], 31],
         "text": [*range(8, 31)],
     }
-    return shown(parts[kind], path, both_ways=family.both_ways)
+    return shown(parts[kind], path, both_ways=family.both_ways, is_prefix=family.is_prefix)
 
 
 def joined(pictures: list[Picture]) -> dict[str, Tensor]:
@@ -50,6 +51,9 @@ def joined(pictures: list[Picture]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in pictures[0].arrays if pictures else ():
         arrays = [picture.arrays[name] for picture in pictures]
+        if name == "pixel_values" and "target_sizes" in pictures[0].arrays:
+            found[name] = torch.from_numpy(np.concatenate(arrays, -1))
+            continue
         if name == "pixel_values" and "image_sizes" in pictures[0].arrays and arrays[0].ndim == 4:
             height, width = (max(array.shape[side] for array in arrays) for side in (2, 3))
             padding = [((0, 0), (0, 0), (0, height - a.shape[2]), (0, width - a.shape[3])) for a in arrays]
@@ -69,6 +73,10 @@ def logprobs_of(family: Seeing, model: Any, prompt: Shown, output: list[int]) ->
     """transformers' logprobs [len(output), V] before each token of the output."""
     ids = torch.tensor([prompt.token_ids + output])
     more = {name: make(ids) for name, make in family.more.items()}
+    if family.is_prefix:  # without an image the language model is used as it is alone
+        types = torch.ones_like(ids)
+        types[:, : len(prompt.token_ids) if prompt.pictures else 0] = 0
+        more["token_type_ids"] = types
     logits = model(input_ids=ids, **joined(prompt.pictures), **more, use_cache=False).logits[0].float()
     return logits.log_softmax(-1)[len(prompt.token_ids) - 1 : -1]
 
@@ -101,8 +109,8 @@ def bits_of(found: Running) -> tuple[list[int], list[list[float]]]:
 
 
 def least_chunk(prompt: Shown) -> int:
-    """The smallest chunk that holds each item that is seen both ways."""
-    return max([item.end - item.start for item in prompt.media if item.both_ways], default=1)
+    """The smallest chunk that holds each stretch that is seen both ways."""
+    return max([last - first for first, last in both_ways(prompt.media)], default=1)
 
 
 @pytest.mark.parametrize("kind", ["one", "three"])
@@ -124,7 +132,7 @@ def test_bits_depend_on_no_chunks_company_or_preemption(
         if not waiting:
             break
         driver.step({name: chunks[name] for name in waiting})
-        if step == 4:
+        if step == 3:
             driver.preempt("r")
     for name in list(driver.running):
         driver.finish(name)

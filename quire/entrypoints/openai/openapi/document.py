@@ -29,6 +29,7 @@ from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.openapi.limits import Rule, ServerLimits, narrow
 from quire.entrypoints.openai.openapi.operation import Operation, operation_of
 from quire.entrypoints.openai.parsing import refusals
+from quire.entrypoints.openai.protocol.media_shapes import of_server
 from quire.entrypoints.openai.protocol.requests import RequestModel
 
 Schema = dict[str, Any]
@@ -78,6 +79,7 @@ class ErrorStatus:
 STATUSES = {
     400: ErrorStatus("A field has a value that cannot be honoured, or the body or its form is wrong."),
     401: ErrorStatus("The key is missing or wrong.", ("www-authenticate",)),
+    403: ErrorStatus("The operator does not allow this."),
     404: ErrorStatus("The server does not know what is named."),
     408: ErrorStatus("The request did not come in in time (--read-timeout)."),
     409: ErrorStatus("Not while the server is in this state; nothing was done."),
@@ -191,7 +193,8 @@ def request_schemas(models: Iterable[type[RequestModel]], limits: ServerLimits) 
     template = REFERENCE.replace("{name}", "{model}")
     _, schema = models_json_schema(wanted, ref_template=template, schema_generator=_WithoutTitles)  # type: ignore[arg-type]
     rules = limits.rules()
-    components = {name: _with_limits(one, limits, rules) for name, one in schema.get("$defs", {}).items()}
+    defined = of_server(schema.get("$defs", {}), limits.media)
+    components = {name: _with_limits(one, limits, rules) for name, one in defined.items()}
     for model, _ in wanted:
         properties = components[model.__name__]["properties"]
         rules_of = refusals(samples=model.samples)

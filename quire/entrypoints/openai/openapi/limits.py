@@ -17,6 +17,7 @@ from quire.config.pooling import PoolingSpec
 from quire.engine.input_processor import MAX_SALT_CHARS
 from quire.entrypoints.chat.template import OWN_VARIABLES
 from quire.entrypoints.openai.openapi.pooling import pooling_relations, pooling_rules
+from quire.entrypoints.openai.protocol.media_shapes import EMBEDS
 from quire.entrypoints.openai.protocol.shapes import INCLUDED_LOGPROBS
 from quire.sampling_extras import (
     MAX_BAD_WORDS,
@@ -62,6 +63,7 @@ class ServerLimits:
         fills_in: whether the model supports fill-in-the-middle.
         has_processors: whether a processor reads `vllm_xargs`.
         template_variables: variables that the chat template reads.
+        media: kinds of media that the model takes, and "embeds" if these may stand for one.
     """
 
     model_names: tuple[str, ...]
@@ -75,12 +77,14 @@ class ServerLimits:
     fills_in: bool = False
     has_processors: bool = False
     template_variables: frozenset[str] = frozenset()
+    media: frozenset[str] = frozenset()
 
     @classmethod
     def from_server(cls, server: ServerState) -> ServerLimits:
         """Return the current limits of a server."""
         config = server.engine.config
         scheduler = config.scheduler
+        taken = {EMBEDS} if config.multimodal.enable_mm_embeds else set()
         return cls(
             server.served_names,
             config.arch.vocab_size,
@@ -93,6 +97,7 @@ class ServerLimits:
             server.form.fills_in,
             server.engine.input_processor.reads_extra_args,
             frozenset(server.form.chat_template.variables if server.form.has_chat else ()),
+            frozenset(server.media.input_modalities) - {"text"} | taken,
         )
 
     def rules(self) -> dict[str, Rule]:
@@ -145,6 +150,7 @@ class ServerLimits:
             rules["priority"] = _number(0, 0)
         if not self.fills_in:
             rules["suffix"] = {"string": {"maxLength": 0}}
+            rules["input_suffix"] = {"string": NEVER}
         if "documents" not in self.template_variables:
             rules["documents_of_chats"] = {"array": NEVER}
         if not self.has_processors:

@@ -39,6 +39,11 @@ def data_events(item: Any) -> Stream:
     return Stream("text/event-stream", item, _data_event)
 
 
+def events_without_end(item: Any) -> Stream:
+    """Return llama-server's stream: unnamed events, the last of which has `stop` true; an error may be the last."""
+    return Stream("text/event-stream", item, _plain_event)
+
+
 def named_events(item: Any) -> Stream:
     """Return a stream whose event names equal the `type` in their JSON; errors are named `error`."""
     return Stream("text/event-stream", item, _named_event)
@@ -52,6 +57,10 @@ def json_lines(item: Any) -> Stream:
 def _data_event(item: Schema, error: Schema) -> Schema:
     data = {"anyOf": [{"type": "string", "const": "[DONE]"}, _json_text({"anyOf": [item, error]})]}
     return _event("One event; `[DONE]` is the last, also after an error.", {"data": data})
+
+
+def _plain_event(item: Schema, error: Schema) -> Schema:
+    return _event("One event.", {"data": _json_text({"anyOf": [item, error]})})
 
 
 def _named_event(item: Schema, error: Schema) -> Schema:

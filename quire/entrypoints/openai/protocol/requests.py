@@ -302,11 +302,11 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     include_reasoning: bool = True
 
 
-def _without(field: str) -> ConfigDict:
-    """Return the config of one of two request forms; the field of the other form must be null."""
+def _without(*fields: str) -> ConfigDict:
+    """Return the config of one of several request forms; the fields of the other forms must be null."""
 
     def describe(schema: dict[str, Any]) -> None:
-        schema["properties"][field] = shapes.NULL
+        schema["properties"] |= dict.fromkeys(fields, shapes.NULL)
         schema["additionalProperties"] = True
 
     return ConfigDict(json_schema_extra=describe)
@@ -315,7 +315,7 @@ def _without(field: str) -> ConfigDict:
 class TokenizeRequest(RequestModel):
     """POST /tokenize with a prompt"""
 
-    model_config = _without("messages")
+    model_config = _without("messages", "content")
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
@@ -325,8 +325,20 @@ class TokenizeRequest(RequestModel):
 class TokenizeChatRequest(ChatFields):
     """POST /tokenize with messages"""
 
-    model_config = _without("prompt")
+    model_config = _without("prompt", "content")
     model: str | None = None
+    return_token_strs: bool = False
+
+
+class TokenizeContentRequest(RequestModel):
+    """POST /tokenize with llama-server's fields"""
+
+    model_config = _without("prompt", "messages")
+    model: str | None = None
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: Annotated[Any, WithJsonSchema(shapes.enum(False, None))] = None
     return_token_strs: bool = False
 
 

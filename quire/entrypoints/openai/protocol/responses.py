@@ -19,13 +19,14 @@ FINGERPRINT = f"quire-{__version__}"  # The version; OpenAI names the backend co
 class PromptTokensDetails(msgspec.Struct):
     """Token details; `stored_tokens` are the cached ones that came from --kv-store, omitted if none did.
 
-    `image_tokens` and `video_tokens` are those in whose place images and videos are, omitted if there are none.
+    `image_tokens`, `video_tokens` and `audio_tokens` are those in whose place media are, omitted if there are none.
     """
 
     cached_tokens: int = 0
     stored_tokens: int | UnsetType = UNSET
     image_tokens: int | UnsetType = UNSET
     video_tokens: int | UnsetType = UNSET
+    audio_tokens: int | UnsetType = UNSET
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -261,7 +262,10 @@ class Tokenized(msgspec.Struct):
 
 
 class Detokenized(msgspec.Struct):
+    """The text, under vLLM's name and under llama-server's."""
+
     prompt: str
+    content: str
 
 
 class TokenizerInfo(msgspec.Struct):

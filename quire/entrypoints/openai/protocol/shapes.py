@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.entrypoints.chat.messages import PASSED_FIELDS, ROLES, TEXT_PARTS, THOUGHT_PARTS
 from quire.entrypoints.chat.template import OWN_VARIABLES
+from quire.entrypoints.openai.protocol.media_shapes import media_parts
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
@@ -115,12 +116,13 @@ TOOLS = _tools(FUNCTION)
 LOOSE_TOOLS = _tools(LOOSE_FUNCTION)
 
 # `chat.messages.checked_messages`
-CONTENT = any_of(TEXT, array(any_of(TEXT, text_parts(TEXT_PARTS))))
+_PARTS = (text_parts(TEXT_PARTS), *media_parts())
+CONTENT = any_of(TEXT, array(any_of(TEXT, *_PARTS)))
 _THOUGHT = any_of(TEXT, array(any_of(TEXT, object_of({"text": TEXT}, {"type": {}}))))
 _THOUGHTS = [
     object_of({"type": enum(kind)}, dict.fromkeys(names, _THOUGHT)) for kind, names in THOUGHT_PARTS.items()
 ]
-ASSISTANT_CONTENT = any_of(TEXT, array(any_of(TEXT, text_parts(TEXT_PARTS), *_THOUGHTS)))
+ASSISTANT_CONTENT = any_of(TEXT, array(any_of(TEXT, *_PARTS, *_THOUGHTS)))
 CALLED = object_of({"name": TEXT}, {"arguments": {}})
 
 

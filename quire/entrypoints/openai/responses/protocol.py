@@ -16,6 +16,7 @@ from pydantic import Field, WithJsonSchema
 from quire.entrypoints.openai.parsing import FieldRules
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.constraints import StructuredOutputs
+from quire.entrypoints.openai.protocol.media_shapes import media_parts
 from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has, has_items
 from quire.entrypoints.openai.protocol.requests import Objects, SamplerFields, TemplateOptions
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob
@@ -57,12 +58,13 @@ TEXT = FieldRules(
 )
 
 # `conversation.chat_fields` reads these.
-CONTENT = any_of(shapes.TEXT, array(text_parts(TEXT_PARTS)))
+_PARTS = (text_parts(TEXT_PARTS), *media_parts("input_image"))
+CONTENT = any_of(shapes.TEXT, array(any_of(*_PARTS)))
 OUTPUT = any_of(
     shapes.TEXT,
     array(
         any_of(
-            text_parts(TEXT_PARTS),
+            *_PARTS,
             object_of({"stdout": shapes.TEXT}, {"type": shapes.NULL, "stderr": shapes.TEXT}),
         )
     ),
