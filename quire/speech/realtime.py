@@ -35,10 +35,10 @@ from quire.speech.transcript import Transcription
 from quire.speech.turns import (
     FIELD,
     Speech,
+    Started,
     TurnDetection,
     TurnEvent,
     Turns,
-    TurnStarted,
     TurnStopped,
     read_turn_detection,
 )
@@ -234,7 +234,7 @@ class Session:
         """Send the client where turns begin and end, and pass on their samples."""
         for event in events:
             match event:
-                case TurnStarted(at_ms):
+                case Started(at_ms):
                     self._num_turns += 1
                     await self._send_turn("speech_started", audio_start_ms=at_ms)
                 case Speech(samples):

@@ -78,7 +78,7 @@ def _milliseconds(value: object, name: str, least: int, most: int) -> int:
     return value
 
 
-class TurnStarted(NamedTuple):
+class Started(NamedTuple):
     """Begin of a turn, in milliseconds of the session's sound."""
 
     at_ms: int
@@ -96,7 +96,7 @@ class Speech(NamedTuple):
     samples: Samples
 
 
-TurnEvent = TurnStarted | TurnStopped | Speech
+TurnEvent = Started | TurnStopped | Speech
 
 
 class Turns:
@@ -150,7 +150,7 @@ class Turns:
                 self._before = before[max(len(before) - wanted, 0) :]
                 return
             self.is_open, self._silence = True, 0
-            yield TurnStarted(_ms(start - len(self._before)))
+            yield Started(_ms(start - len(self._before)))
             yield Speech(self._before)
             self._before = np.empty(0, dtype=np.float32)
         is_silent = probability < max(settings.threshold - HYSTERESIS, 0.01)

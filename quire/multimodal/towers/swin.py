@@ -61,7 +61,7 @@ class SwinStage:
         return rows, columns
 
 
-class WindowOrder(Module):
+class SwinWindows(Module):
     """Order of a stage's patches by windows, with what is added to their scores.
 
     Args:
@@ -120,7 +120,7 @@ class SwinBlock(Module):
     """`x + attention(norm(x))` within windows, and then `x + mlp(norm(x))`."""
 
     def __init__(
-        self, tower: SwinTower, stage: SwinStage, windows: WindowOrder, *, eps: float, bias: bool, at: str
+        self, tower: SwinTower, stage: SwinStage, windows: SwinWindows, *, eps: float, bias: bool, at: str
     ) -> None:
         super().__init__()
         config, size = tower.config, stage.channels
@@ -261,7 +261,7 @@ class SwinTower(Tower):
         for number, (stage, depth) in enumerate(zip(stages, depths, strict=True)):
             at = f"encoder.encoder.layers.{number}"
             half = stage.window // 2 if min(stage.grid) > stage.window else 0
-            windows = [WindowOrder(stage, shift) for shift in (0, half)]
+            windows = [SwinWindows(stage, shift) for shift in (0, half)]
             found += [
                 SwinBlock(self, stage, windows[block % 2], eps=eps, bias=bias, at=f"{at}.blocks.{block}")
                 for block in range(depth)
