@@ -84,6 +84,8 @@ class Wrapper:
     """The encoder, whose config is under `encoder`, reads an image of one size for cross-attention."""
     of_media: tuple[str, ...] = ()
     """Keys of the language model that hold for prompts with media only, whose spans say the same."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """Values that the language model's config lacks."""
 
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
@@ -138,6 +140,15 @@ WRAPPERS: dict[str, Wrapper] = {
     row.architecture: row
     for row in (
         _translator("BartForConditionalGeneration", "BART, BART-CNN, DistilBART"),
+        Wrapper(
+            "Florence2ForConditionalGeneration",
+            "Florence-2 in the form of transformers",
+            (r"language_model\.encoder", "vision_tower", "multi_modal_projector"),
+            {"model.language_model.decoder.": "model.", "model.language_model.shared.": "model.shared."},
+            "max_position_embeddings",
+            reads_text=True,
+            beside={"final_logits_bias": False},
+        ),
         Wrapper("Gemma3ForConditionalGeneration", "Gemma 3 4B, 12B and 27B, MedGemma"),
         Wrapper(
             "Gemma3nForConditionalGeneration",
@@ -233,7 +244,8 @@ def language_model_of(
     others = "|".join(wrapper.others)
     unused = (rf"^(model\.)*({others})(\.|$)",)
     eyes = config.child("vision_config")
-    length = _encoder_length(config, wrapper)
+    alone = alone.with_values(**wrapper.beside)
+    length = _encoder_length(config, text, wrapper)
     if wrapper.reads_images:
         alone = alone.with_values(max_source_positions=length)
     part_of = Multimodal(
@@ -260,13 +272,14 @@ def _decoder_length(decoder: JsonObject, wrapper: Wrapper, encoder_length: int) 
     return encoder_length if wrapper.reads_text else 0
 
 
-def _encoder_length(config: JsonObject, wrapper: Wrapper) -> int:
+def _encoder_length(config: JsonObject, text: JsonObject, wrapper: Wrapper) -> int:
     if wrapper.reads_images:
         return num_rows(config.child("encoder"))
     said = wrapper.encoder_length
     if isinstance(said, int):
         return said
-    return config.integer(said, 1024, high=MAX_ENCODER_LENGTH) if said else 0
+    source = config if said in config else text
+    return source.integer(said, 1024, high=MAX_ENCODER_LENGTH) if said else 0
 
 
 def _sections(text: JsonObject) -> tuple[int, ...]:

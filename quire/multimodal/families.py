@@ -43,6 +43,11 @@ _BART, _T5 = Family("", f"{_TOWERS}.text:BartTower"), Family("", f"{_TOWERS}.tex
 
 FAMILIES: dict[str, Family] = {
     "BartForConditionalGeneration": _BART,
+    "Florence2ForConditionalGeneration": Family(
+        f"{_PROCESSORS}.florence:FlorenceProcessor",
+        f"{_TOWERS}.davit:FlorenceTower",
+        images="one run of fixed length before the encoder's text",
+    ),
     "Gemma3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.gemma3:Gemma3Processor",
         f"{_TOWERS}.vit:Gemma3Tower",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,10 +139,12 @@ class EncoderPrompts:
         Raises:
             ValidationError: the encoder's text is empty or too long, the decoder's prompt is.
         """
-        if prompt.media:
+        images = [item for item in prompt.media if item.kind == "image"]
+        if prompt.media and not images:
             return prompt
         self._check_ids(prompt.token_ids)
-        ids = self._from(prompt.token_ids, options.source)
+        ids = self._from(_with_image_first(prompt.token_ids, images), options.source)
+        self._check_places(ids, images)
         most = self._whole.encoder_length
         if len(ids) > most:
             raise ContextLengthError(
@@ -152,9 +154,9 @@ class EncoderPrompts:
             )
         decoder, num_forced = self._decoder_ids(options)
         end = encoder_positions(len(ids))
-        item = MediaItem(
-            _digest(self._whole.architecture, ids), "text", 0, end, [(0, len(ids))], "", token_ids=ids
-        )
+        digest = _digest(self._whole.architecture, ids, *(image.digest for image in images))
+        path = images[0].path if images else ""
+        item = MediaItem(digest, "text", 0, end, [(0, len(ids))], path, token_ids=ids)
         return replace(
             prompt,
             # Penalties count a prompt's tokens: the start token is one of the decoder's anyway.
@@ -163,6 +165,17 @@ class EncoderPrompts:
             num_forced=num_forced,
             num_encoded=end,
         )
+
+    def _check_places(self, ids: list[int], images: Sequence[MediaItem]) -> None:
+        """Check that a prompt has a place for each row of its image, and no other."""
+        tokens = self._whole.placeholder_ids
+        found, wanted = sum(token in tokens for token in ids), sum(image.num_embeddings for image in images)
+        if found != wanted:
+            raise ValidationError(
+                f"the prompt has {found} tokens in whose places rows of an image stand, and {wanted} rows; send the "
+                "image as such, and text without the token",
+                param="prompt",
+            )
 
     def _check_ids(self, ids: list[int]) -> None:
         if not ids:
@@ -250,8 +263,22 @@ class EncoderPrompts:
         )
 
 
-def _digest(architecture: str, ids: list[int]) -> bytes:
-    head = b"%s\0%s\0" % (_VERSION, architecture.encode())
+def _with_image_first(ids: list[int], images: Sequence[MediaItem]) -> list[int]:
+    """Return ids with the places of an image, which stand behind the tokenizer's first token, before all others.
+
+    Raises:
+        ValidationError: there is more than one image.
+    """
+    if not images:
+        return ids
+    if len(images) > 1:
+        raise ValidationError(f"the model reads one image per prompt, got {len(images)}", param="prompt")
+    ((start, end),) = images[0].runs
+    return [*ids[start:end], *ids[:start], *ids[end:]]
+
+
+def _digest(architecture: str, ids: list[int], *images: bytes) -> bytes:
+    head = b"%s\0%s\0%s" % (_VERSION, architecture.encode(), b"".join(images))
     return hashlib.sha256(head + np.asarray(ids, dtype=np.int64).tobytes()).digest()
 
 

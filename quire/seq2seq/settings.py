@@ -93,7 +93,7 @@ def read_settings(config: EngineConfig) -> DecoderSettings:
     arch = config.arch
     generation = optional_json_object(Path(config.model_dir) / GENERATION)
     whole = whole_config(config)
-    inside = whole.get("decoder")
+    inside = whole.get("decoder", whole.get("text_config"))
     keys = _Keys(config.model_dir, generation.values, whole, inside if isinstance(inside, dict) else {})
     start = keys.token("decoder_start_token_id", arch.vocab_size)
     if start is None:

@@ -127,7 +127,8 @@ class MediaGate:
         """Texts of the model's media; None if it takes none."""
         if self._door is None:
             return None
-        tokens, has_encoder = self._door.tokens, bool(self._door.processor.num_encoded)
+        tokens, processor = self._door.tokens, self._door.processor
+        has_encoder = bool(processor.num_encoded) or processor.leads
         template = IMAGE_TEMPLATE.replace("MARKER", tokens.marker) if has_encoder else ""
         return MediaTexts(tokens.marker, tokens.literals, tokens.video_marker, tokens.sound_marker, template)
 
@@ -190,6 +191,8 @@ class MediaGate:
             return self._before_decoder(tokenizer.encode(text, add_special_tokens=False), admitted)
         items = _in_order(chat.media_kinds(), admitted.items)
         texts = _texts_of(items)
+        if self._door.processor.leads:
+            return self._expanded(tokenizer.encode(chat.with_media(texts).text), tokenizer, items, admitted)
         return self._expanded(chat.with_media(texts).encode(tokenizer), tokenizer, items, admitted)
 
     def _before_decoder(self, token_ids: list[int], admitted: AdmittedMedia) -> EncodedChat:
@@ -232,7 +235,10 @@ class MediaGate:
             return self._before_decoder(ids, admitted)
         if ids is None:
             known = {marker: kind for kind, marker in markers.items()}
-            pieces = re.split(f"({'|'.join(map(re.escape, known))})", str(prompt.get("prompt", "")))
+            given, leading = str(prompt.get("prompt", "")), next(iter(known), "")
+            if door.processor.leads and leading not in given:
+                given = leading * len(admitted.items) + given
+            pieces = re.split(f"({'|'.join(map(re.escape, known))})", given)
             items = _checked_order([known[each] for each in pieces[1::2]], markers, admitted)
             pieces[1::2] = _texts_of(items)
             return self._expanded(tokenizer.encode("".join(pieces)), tokenizer, items, admitted)

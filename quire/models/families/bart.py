@@ -61,7 +61,7 @@ def read_bart(architecture: str, config: JsonObject, **differing: Any) -> ModelA
         "embedding_multiplier": size**0.5 if config.flag("scale_embedding", False) else None,
         "positions": "learned",
         "position_offset": 2,
-        "logits_bias": True,
+        "logits_bias": config.flag("final_logits_bias", True),
         "tie_word_embeddings": config.flag("tie_word_embeddings", True),
         **plain_mlp(_with_silu(config), "gelu", "activation_function"),
         **biases(True),

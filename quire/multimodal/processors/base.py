@@ -89,6 +89,9 @@ class Processor(abc.ABC):
     sounds: SoundProcessor | None = None
     prefix_form: tuple[str, str] | None = None
 
+    leads = False
+    """An image comes before its text, which need not have its marker."""
+
     marker: str
     placeholder: str
     literals: tuple[str, ...]

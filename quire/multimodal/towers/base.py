@@ -56,9 +56,9 @@ class TowerNames(Multimodal):
 
     def name_alone(self, name: str) -> str:
         """Return a name without the levels that only some files have."""
-        return re.sub(
-            r"^(vision_tower|vision_model)\.vision_model\.", r"\1.", re.sub(r"^(model\.)+", "", name)
-        )
+        plain = re.sub(r"^(model\.)+", "", name)
+        plain = re.sub(r"^language_model\.(encoder|shared)\.", r"\1.", plain)
+        return re.sub(r"^(vision_tower|vision_model)\.vision_model\.", r"\1.", plain)
 
 
 class TowerState:

@@ -77,14 +77,14 @@ class SwinWindows(Module):
         (rows, columns), side = stage.padded, stage.window
         with torch.device("cpu"):
             places = torch.arange(rows * columns).view(rows, columns).roll((-shift, -shift), (0, 1))
-            self.register_buffer("order", _windows_of(places, side), persistent=False)
+            self.register_buffer("order", windows_of(places, side), persistent=False)
             regions = [_regions(length, side, shift) for length in (rows, columns)]
-            own = _windows_of(regions[0][:, None] * 3 + regions[1][None], side)
+            own = windows_of(regions[0][:, None] * 3 + regions[1][None], side)
             differ = own[:, None, :] != own[:, :, None]
             self.register_buffer("apart", torch.where(differ, _APART, 0.0), persistent=False)
 
 
-def _windows_of(values: Tensor, side: int) -> Tensor:
+def windows_of(values: Tensor, side: int) -> Tensor:
     """[rows, columns] -> [N, W]."""
     rows, columns = (length // side for length in values.shape)
     return values.view(rows, side, columns, side).transpose(1, 2).reshape(rows * columns, side * side)

@@ -36,7 +36,7 @@ class TextTower(Tower):
     Invariant: rows depend on a text's tokens alone, since texts are computed one at a time.
     """
 
-    parts = ("encoder.",)
+    parts: tuple[str, ...] = ("encoder.",)
     unused: tuple[str, ...] = (r"(^|\.)embed_positions\.weights?$", r"(^|\.)(encoder|decoder)\.version$")
     norm_name = "encoder.layer_norm"
 
@@ -126,20 +126,29 @@ class TextTower(Tower):
 
     def slices(self, arrays: Arrays) -> Slices:
         """Compute [E, C] from `token_ids` [E]."""
+        return (yield from self.slices_of(arrays, None))
+
+    def slices_of(self, arrays: Arrays, image: Tensor | None) -> Slices:
+        """Compute [E, C] from `token_ids` [E] and the rows [m, C] of an image, if some of them take its place."""
         ids = torch.from_numpy(np.asarray(arrays[TOKEN_IDS], dtype=np.int64)).to(self.device)
         if not 0 < len(ids) <= self.most_tokens or not bool(((ids >= 0) & (ids < self.vocab_size)).all()):
             raise ValidationError(
                 f"a text must have 1 to {self.most_tokens} tokens below {self.vocab_size}, got {len(ids)}"
             )
-        x = self._embedded(ids)
+        x = self._embedded(ids, image)
         alone = sequences([len(ids)], x.device)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, TowerBlock)
             x = yield from layer.slices(x, alone, relative_bias=self.bias_of(number))
         return Embeddings(x if self.norm is None else self.norm(x))
 
-    def _embedded(self, ids: Tensor) -> Tensor:
-        x: Tensor = self.embed_tokens(ids)
+    def token_rows(self, ids: Tensor, image: Tensor | None) -> Tensor:
+        """Return the rows [E, C] of tokens [E] without positions."""
+        rows: Tensor = self.embed_tokens(ids)
+        return rows
+
+    def _embedded(self, ids: Tensor, image: Tensor | None) -> Tensor:
+        x = self.token_rows(ids, image)
         positions = torch.arange(len(ids), device=ids.device)
         if isinstance(self.embed_positions, LearnedTable):
             x = x + ops.embedding(positions + self.config.arch.position_offset, self.embed_positions.weight)

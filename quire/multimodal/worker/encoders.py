@@ -136,7 +136,8 @@ class EncoderStore:
 
     def _arrays(self, item: MediaItem) -> dict[str, NDArray[np.generic]]:
         if item.kind == "text":
-            return {"token_ids": np.asarray(item.token_ids, dtype=np.int64)}
+            ids: dict[str, NDArray[np.generic]] = {"token_ids": np.asarray(item.token_ids, dtype=np.int64)}
+            return ids | self._floats(_read(item.path)) if item.path else ids
         return self._floats(_read(item.path))
 
     def _floats(self, arrays: dict[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:

@@ -93,6 +93,18 @@ CASES: dict[str, Case] = {
         },
         {"encoder": {**_TROCR["encoder"], "model_type": "deit"}},
     ),
+    "florence": Case(
+        "Florence2ForConditionalGeneration",
+        _pil("clip", "CLIPImageProcessorPil"),
+        {"size": {"height": 48, "width": 40}, "do_center_crop": False},
+        {
+            "vision_config": {
+                "patch_size": [7, 3],
+                "patch_stride": [4, 2],
+                "patch_padding": [3, 1],
+            }
+        },
+    ),
     **{
         f"donut{name}": Case(
             "VisionEncoderDecoderModel",
