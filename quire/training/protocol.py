@@ -117,7 +117,7 @@ class UpdateStarted(msgspec.Struct):
     status: str = "started"
 
 
-class Paused(msgspec.Struct):
+class PausedEngine(msgspec.Struct):
     is_paused: bool
 
 
@@ -143,7 +143,7 @@ class RPCResults(msgspec.Struct):
     results: list[Any]
 
 
-class Success(msgspec.Struct):
+class UpdateSuccess(msgspec.Struct):
     """SGLang's reply."""
 
     message: str
@@ -151,7 +151,7 @@ class Success(msgspec.Struct):
     num_paused_requests: int = 0
 
 
-class Message(msgspec.Struct):
+class UpdateMessage(msgspec.Struct):
     """TRL's reply."""
 
     message: str

@@ -30,7 +30,7 @@ from quire.training.protocol import (
     FinishWeightUpdate,
     InitWeightTransfer,
     Nothing,
-    Paused,
+    PausedEngine,
     RPCResults,
     StartWeightUpdate,
     Status,
@@ -70,11 +70,11 @@ async def resume(request: Request) -> Response:
 
 
 @controls.get("/is_paused")
-@describe(Operation(reply=Paused))
+@describe(Operation(reply=PausedEngine))
 async def is_paused(request: Request) -> Response:
     """Return whether no steps are planned."""
     check_options(request)
-    return json_response(Paused(server_of(request).engine.is_sleeping))
+    return json_response(PausedEngine(server_of(request).engine.is_sleeping))
 
 
 @controls.post("/init_weight_transfer_engine")

@@ -17,7 +17,7 @@ from quire.training.protocol import (
     MemoryOccupation,
     Nothing,
     PauseGeneration,
-    Success,
+    UpdateSuccess,
     UpdateWeightsFromDisk,
 )
 
@@ -38,59 +38,59 @@ REFUSED = {
 
 
 @controls.post("/update_weights_from_disk")
-@describe(Operation(body=(UpdateWeightsFromDisk,), reply=Success, errors=(409,)))
+@describe(Operation(body=(UpdateWeightsFromDisk,), reply=UpdateSuccess, errors=(409,)))
 async def update_weights_from_disk(request: Request) -> Response:
     """Use the weights of a directory on the server's machine: a whole update in one call."""
     body = await read_request(request, UpdateWeightsFromDisk)
     mode = "abort" if body.abort_all_requests else "keep"
     version = await run(request, "load", body.model_path, body.weight_version, mode)
-    return json_response(Success(f"weights {version} are in use"))
+    return json_response(UpdateSuccess(f"weights {version} are in use"))
 
 
 @controls.post("/pause_generation")
-@describe(Operation(body=(PauseGeneration,), reply=Success, errors=(409,)))
+@describe(Operation(body=(PauseGeneration,), reply=UpdateSuccess, errors=(409,)))
 async def pause_generation(request: Request) -> Response:
     """Stop computing."""
     body = await read_optional(request, PauseGeneration)
     await run(request, "pause", *PAUSES[body.mode])
-    return json_response(Success("paused"))
+    return json_response(UpdateSuccess("paused"))
 
 
 @controls.post("/continue_generation")
-@describe(Operation(body=(Nothing,), reply=Success, errors=(409,)))
+@describe(Operation(body=(Nothing,), reply=UpdateSuccess, errors=(409,)))
 async def continue_generation(request: Request) -> Response:
     """Go on computing."""
     await read_optional(request, Nothing)
     await run(request, "resume")
-    return json_response(Success("resumed"))
+    return json_response(UpdateSuccess("resumed"))
 
 
 @controls.post("/release_memory_occupation")
-@describe(Operation(body=(MemoryOccupation,), reply=Success, errors=(409,)))
+@describe(Operation(body=(MemoryOccupation,), reply=UpdateSuccess, errors=(409,)))
 async def release_memory_occupation(request: Request) -> Response:
     """Sleep at level 1, which aborts requests in flight; the weights stay in host memory."""
     await read_optional(request, MemoryOccupation)
     await server_of(request).run_command("sleep", 1, "abort")
-    return json_response(Success("released"))
+    return json_response(UpdateSuccess("released"))
 
 
 @controls.post("/resume_memory_occupation")
-@describe(Operation(body=(MemoryOccupation,), reply=Success, errors=(409,)))
+@describe(Operation(body=(MemoryOccupation,), reply=UpdateSuccess, errors=(409,)))
 async def resume_memory_occupation(request: Request) -> Response:
     """Wake the engine, or parts of it."""
     body = await read_optional(request, MemoryOccupation)
     await server_of(request).run_command("wake_up", body.tags)
-    return json_response(Success("resumed"))
+    return json_response(UpdateSuccess("resumed"))
 
 
 @controls.post("/flush_cache")
-@describe(Operation(body=(Nothing,), reply=Success, errors=(409,)))
+@describe(Operation(body=(Nothing,), reply=UpdateSuccess, errors=(409,)))
 async def flush_cache(request: Request) -> Response:
     """Drop all cached prefixes; 409 while a request is running."""
     await read_optional(request, Nothing)
     if not await server_of(request).engine.reset_prefix_cache():
         raise ConflictError("the prefix cache was not reset: requests are running")
-    return json_response(Success("flushed"))
+    return json_response(UpdateSuccess("flushed"))
 
 
 async def refuse(request: Request) -> Response:

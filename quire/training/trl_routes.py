@@ -16,13 +16,13 @@ from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.tenant import admin_router
 from quire.errors import ValidationError
 from quire.training.commands import read_optional, run
-from quire.training.protocol import InitCommunicator, Message, NamedParam, NamedParams, Nothing
+from quire.training.protocol import InitCommunicator, NamedParam, NamedParams, Nothing, UpdateMessage
 
 controls = admin_router()
 
 
 @controls.post("/init_communicator/")
-@describe(Operation(body=(InitCommunicator,), reply=Message))
+@describe(Operation(body=(InitCommunicator,), reply=UpdateMessage))
 async def init_communicator(request: Request) -> Response:
     """Connect to a trainer by TCP (`"backend": "tcp"`)."""
     body = await read_request(request, InitCommunicator)
@@ -32,39 +32,39 @@ async def init_communicator(request: Request) -> Response:
             param="backend",
         )
     await run(request, "connect", {"backend": "tcp", "address": f"{body.host}:{body.port}"})
-    return json_response(Message("connected"))
+    return json_response(UpdateMessage("connected"))
 
 
 @controls.post("/update_named_param/")
-@describe(Operation(body=(NamedParam,), reply=Message, errors=(409,)))
+@describe(Operation(body=(NamedParam,), reply=UpdateMessage, errors=(409,)))
 async def update_named_param(request: Request) -> Response:
     """Read one parameter from the trainer; it is used after /reset_prefix_cache/."""
     return await _add(request, [await read_request(request, NamedParam)])
 
 
 @controls.post("/batch_update_named_params/")
-@describe(Operation(body=(NamedParams,), reply=Message, errors=(409,)))
+@describe(Operation(body=(NamedParams,), reply=UpdateMessage, errors=(409,)))
 async def batch_update_named_params(request: Request) -> Response:
     """Read several parameters from the trainer; they are used after /reset_prefix_cache/."""
     return await _add(request, (await read_request(request, NamedParams)).params)
 
 
 @controls.post("/reset_prefix_cache/")
-@describe(Operation(body=(Nothing,), reply=Message, errors=(409,)))
+@describe(Operation(body=(Nothing,), reply=UpdateMessage, errors=(409,)))
 async def reset_prefix_cache(request: Request) -> Response:
     """Use the parameters that were sent, and drop all cached prefixes."""
     await read_optional(request, Nothing)
     await run(request, "sync")
-    return json_response(Message("the prefix cache is reset"))
+    return json_response(UpdateMessage("the prefix cache is reset"))
 
 
 @controls.post("/close_communicator/")
-@describe(Operation(body=(Nothing,), reply=Message))
+@describe(Operation(body=(Nothing,), reply=UpdateMessage))
 async def close_communicator(request: Request) -> Response:
     """Close the connection to the trainer."""
     await read_optional(request, Nothing)
     await run(request, "disconnect")
-    return json_response(Message("closed"))
+    return json_response(UpdateMessage("closed"))
 
 
 async def _add(request: Request, params: list[NamedParam]) -> Response:
@@ -74,4 +74,4 @@ async def _add(request: Request, params: list[NamedParam]) -> Response:
         "shapes": [one.shape for one in params],
     }
     await run(request, "add_named", info)
-    return json_response(Message("received"))
+    return json_response(UpdateMessage("received"))
