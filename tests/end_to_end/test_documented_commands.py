@@ -283,7 +283,9 @@ def test_row_server_commands(adapt: Callable[[str], str], tmp_path: Path) -> Non
 @pytest.mark.more
 @pytest.mark.parametrize("block", [block for block in blocks("sh") if block.startswith("curl")])
 def test_curl(block: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
-    assert re.search('"finish_reason":"(stop|tool_calls)"', run(["sh", "-c", adapt(block)], tmp_path))
+    assert re.search(
+        '"finish_reason":"(stop|tool_calls)"|"stop_type":"eos"', run(["sh", "-c", adapt(block)], tmp_path)
+    )
 
 
 @pytest.mark.more
