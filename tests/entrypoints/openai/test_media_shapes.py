@@ -23,7 +23,8 @@ KINDS = [kind for kind in TAKEN if kind not in OFFLINE_KINDS]
 ALL = frozenset({"image", "video", "audio", EMBEDS})
 VALUES: list[Any] = [
     URL, "", None, 3, [URL], {}, {"url": URL}, {"url": None}, {"data": "AA=="}, {"url": 3},
-    {"url": URL, "detail": "low"}, {"url": URL, "detail": "sharp"}, {"data": "AA==", "format": "wav"}, {"data": "AA==", "format": "midi"},
+    {"url": URL, "detail": "low"}, {"url": URL, "detail": "sharp"},
+    {"data": "AA==", "format": "wav"}, {"data": "AA==", "format": "midi"},
 ]  # fmt: skip
 MORE: list[dict[str, Any]] = [
     {}, {"uuid": "a"}, {"uuid": 3}, {"uuid": "a" * 257}, {"uuid": None}, {"detail": "high"}, {"detail": "x"},
