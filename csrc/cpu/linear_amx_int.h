@@ -18,7 +18,7 @@ struct TiledIntKernel : IntKernel<Panels, true> {
 
     static constexpr int kMostRows = kTileRows;
     static constexpr bool kEven = false;
-    static constexpr int64_t kPart = Dot::kPart, kParts = Base::kParts;
+    static constexpr int64_t kPart = Dot::kPart, kParts = Base::kParts, kSpans = Base::kSpans;
     // Chunks of a panel that stay in the first-level cache for all rows: 8 KiB, and as much of a second panel.
     static constexpr int64_t kBlock = 8;
     // Chunks whose integers are in memory together: 16 KiB.
@@ -54,7 +54,7 @@ struct TiledIntKernel : IntKernel<Panels, true> {
         void skip(int64_t chunks) {
             for (int tile = 0; tile < 2; ++tile) {
                 x[tile].words += chunks * rows[tile] * Base::kChunkWords;
-                x[tile].scales += chunks * rows[tile], x[tile].points += chunks * rows[tile];
+                x[tile].scales += chunks * kSpans * rows[tile], x[tile].points += chunks * kSpans * rows[tile];
                 x[tile].minus += chunks * kParts * rows[tile];
             }
         }
@@ -211,19 +211,19 @@ struct TiledIntKernel : IntKernel<Panels, true> {
             for (int64_t line = 0; line < C; line += 2) __builtin_prefetch(next + (r * C + line) * kPanel);
             Lanes16 total = load16(sums + r * stride);
 #pragma GCC unroll 4
-            for (int64_t chunk = 0; chunk < C; ++chunk) {
+            for (int64_t span = 0; span < C * kSpans; ++span) {
                 Lanes16 product = {};
 #pragma GCC unroll 4
-                for (int64_t part = 0; part < kParts; ++part) {
-                    const int64_t at = chunk * kParts + part;
-                    Lanes16 dot = to_floats(Ints16{_mm512_load_si512(dots.of[chunk][part][r])});
+                for (int64_t i = 0; i < kParts / kSpans; ++i) {
+                    const int64_t at = span * (kParts / kSpans) + i;
+                    Lanes16 dot = to_floats(Ints16{_mm512_load_si512(dots.of[at / kParts][at % kParts][r])});
                     if constexpr (Base::kNeedsSums) {
                         const Lanes16 weights = come_to.at(0, first * kParts + at);
-                        dot = fma(weights, splat16(x.points[chunk * rows + r].value), dot);
+                        dot = fma(weights, splat16(x.points[span * rows + r].value), dot);
                     }
                     product = group[at].add(product, dot, x.minus[at * rows + r]);
                 }
-                total = fma(product, splat16(x.scales[chunk * rows + r].value), total);
+                total = fma(product, splat16(x.scales[span * rows + r].value), total);
             }
             store16(sums + r * stride, total);
         }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear on integer weights, in the fast mode: activations are rounded to 8 bits, with a scale per row and chunk of k.
+// Linear on integer weights, in the fast mode: activations are rounded to 8 bits, with a scale per row and chunk of k, or half of
+// a chunk where weights of eight bits have scales per group.
 //
 // A part of a chunk is summed as exact integers, from which the weights' zero point is taken out by the sum of the
-// activations; parts and chunks, which lie at fixed k, are added in float32 in order. Activations that weights of eight bits
+// activations; parts and spans, which lie at fixed k, are added in float32 in order. Activations that weights of eight bits
 // multiply have zero points. On instruction sets that multiply integers of 16 bits the words hold them; elsewhere the sum of a
 // part's weights, the product of a row of ones, is multiplied by them. Either is exact.
 
@@ -24,8 +25,8 @@ enum Fetch : int { kLater = 2, kSoon = 3 };
 // the products, or it was before.
 enum class CodeSums { kNone, kAlong, kBefore };
 
-// A tile of R packed rows from some chunk on: words [quad][R] of four values each; per chunk the scale and the zero point of each
-// row, [chunk][R]; and per part of a chunk what its sum starts with, and the activations' own sum, negated, which minimums are
+// A tile of R packed rows from some chunk on: words [quad][R] of four values each; per span, of which a chunk has one or two, the
+// scale and the zero point of each row, [span][R]; and per part of a chunk what its sum starts with, and the activations' own sum, negated, which minimums are
 // multiplied by.
 struct PackedRows {
     const int32_t* words;
@@ -213,18 +214,18 @@ private:
 // Where they are not found before.
 struct NoPartSums {};
 
-// sums[R][stride] += scales * ((x + points) . (w - zero)), chunk after chunk, for P panels `panel_stride` elements apart. The
+// sums[R][stride] += scales * ((x + points) . (w - zero)), span after span, for P panels `panel_stride` elements apart. The
 // packed weights at `next` are fetched meanwhile.
-template <int R, int P, Fetch fetch, CodeSums code_sums, class Dot, class W, class Groups, class PartSums, class RowOfOnes>
+template <int R, int P, Fetch fetch, CodeSums code_sums, int spans, class Dot, class W, class Groups, class PartSums, class RowOfOnes>
 inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W* w, int64_t panel_stride, const Groups& groups,
                             const PartSums& part_sums, const RowOfOnes& ones, const typename Dot::Book& book, int64_t chunks,
                             const uint8_t* next) {
-    constexpr int kParts = kChunk / Dot::kPart, kSteps = Dot::kPart / (kQuad * Dot::kQuads);
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    constexpr int kParts = kChunk / Dot::kPart / spans, kSteps = Dot::kPart / (kQuad * Dot::kQuads);
+    for (int64_t span = 0; span < chunks * spans; ++span) {
         Lanes16 products[R][P] = {};
 #pragma GCC unroll 2
         for (int i = 0; i < kParts; ++i) {
-            const int64_t part = chunk * kParts + i;
+            const int64_t part = span * kParts + i;
             typename Dot::Sum acc[R][P], all[P];
             multiply_part<R, P, fetch, code_sums, Dot>(acc, all, x.starts, x.words, w, panel_stride, part * kSteps, book, ones,
                                                        next);
@@ -273,10 +274,10 @@ struct CodePanels {
     // What rounds the chunks of a row of activations.
     const CodePanels& of_row(const Float32*) const { return *this; }
 
-    // Of a chunk, as integers; returns what they stand for.
-    template <Span span, int parts>
+    // `values` of a chunk, of which `size` exist, as integers; returns what they stand for.
+    template <Span span, int64_t values, int parts>
     Affine rounded(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) const {
-        const Affine how = round_chunk<span>(out, sums, x, size);
+        const Affine how = round_chunk<span, values>(out, sums, x, size);
         return {how.scale * unit(), how.zero};
     }
 };
@@ -305,9 +306,9 @@ struct SteppedInt8Panels : CodePanels<Int8Dot<kChunk>> {
         const Rounding& how;
         Step step;
 
-        template <Span, int parts>
+        template <Span, int64_t values, int parts>
         Affine rounded(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) const {
-            return round_in_steps(out, sums, x, size, how, step);
+            return round_in_steps<values>(out, sums, x, size, how, step);
         }
     };
 
@@ -373,6 +374,10 @@ struct IntKernel {
     static constexpr int64_t kWords = tiled ? 1 : Dot::kWords;
     static constexpr int64_t kChunkSteps = kChunk / (kQuad * Dot::kQuads), kChunkWords = kChunk / kQuad * kWords;
     static constexpr int kParts = kChunk / Dot::kPart;
+    // Scales that a row has for a chunk. A real model's activations have few large values, whose ranges cost all that share them;
+    // where a part's sum is scaled anyway, a range of its own is nearly free.
+    static constexpr int kSpans = Panels::kSpan == Span::kRange && Dot::kPart <= kChunk / 2 ? 2 : 1;
+    static constexpr int64_t kSpanSize = kChunk / kSpans;
     // Whether sums need what weights come to.
     static constexpr bool kNeedsSums = Panels::kSpan == Span::kRange && (tiled || !Dot::kTakesPoints);
     // Steps whose weights are unpacked together: 16 KiB of registers, half of a first-level cache.
@@ -384,19 +389,21 @@ struct IntKernel {
     // negated sums, and then their zero points; each tile is contiguous. Behind them are the rows' steps.
     int32_t* words(int64_t row) const { return static_cast<int32_t*>(job.scratch) + row * num_chunks * kChunkWords; }
     Float32* scales(const Tiling& tiling, int64_t row) const {
-        return reinterpret_cast<Float32*>(words(tiling.rows)) + row * num_chunks;
+        return reinterpret_cast<Float32*>(words(tiling.rows)) + row * kSpans * num_chunks;
     }
     int32_t* starts(const Tiling& tiling, int64_t row) const {
-        return words(tiling.rows) + (tiling.rows + row * kParts) * num_chunks;
+        return words(tiling.rows) + (tiling.rows * kSpans + row * kParts) * num_chunks;
     }
     Float32* minus(const Tiling& tiling, int64_t row) const {
         return reinterpret_cast<Float32*>(starts(tiling, tiling.rows)) + row * kParts * num_chunks;
     }
-    Float32* points(const Tiling& tiling, int64_t row) const { return minus(tiling, tiling.rows) + row * num_chunks; }
+    Float32* points(const Tiling& tiling, int64_t row) const {
+        return minus(tiling, tiling.rows) + row * kSpans * num_chunks;
+    }
     Step& step(const Tiling& tiling, int64_t row) const { return reinterpret_cast<Step*>(points(tiling, tiling.rows))[row]; }
     PackedRows packed(const Tiling& tiling, int64_t tile, int64_t chunk) const {
         const int64_t start = tiling.start(tile), skip = chunk * tiling.size(tile);
-        return {words(start) + skip * kChunkWords, scales(tiling, start) + skip, points(tiling, start) + skip,
+        return {words(start) + skip * kChunkWords, scales(tiling, start) + skip * kSpans, points(tiling, start) + skip * kSpans,
                 starts(tiling, start) + skip * kParts, minus(tiling, start) + skip * kParts};
     }
 
@@ -406,32 +413,38 @@ struct IntKernel {
             const Float32* x = job.row(start + r);
             const auto& of_row = panels.of_row(x);
             if constexpr (Panels::kStepsRows) step(tiling, start + r) = of_row.step;
-            for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-                const int64_t at = chunk * kChunk, left = inputs - at, size = left < kChunk ? left : kChunk;
-                pack_chunk(of_row, tiling, start, chunk, r, rows, x + at, size);
+            for (int64_t span = 0; span < num_chunks * kSpans; ++span) {
+                const int64_t at = span * kSpanSize, left = inputs - at, size = left < kSpanSize ? left : kSpanSize;
+                pack_span(of_row, tiling, start, span, r, rows, x + at, size < 0 ? 0 : size);
             }
         }
     }
 
-    // Rounds a chunk of `size` values of a tile's row.
+    // Rounds `size` values of a tile's row that share a scale.
     template <class OfRow>
-    void pack_chunk(const OfRow& of_row, const Tiling& tiling, int64_t start, int64_t chunk, int64_t row, int64_t rows,
-                    const Float32* x, int64_t size) const {
-        alignas(64) int8_t rounded[kChunk];
-        int32_t sums[kParts] = {};
-        const Affine how = of_row.template rounded<Panels::kSpan>(rounded, sums, x, size);
-        scales(tiling, start)[chunk * rows + row].value = how.scale;
-        if (kNeedsSums) points(tiling, start)[chunk * rows + row].value = static_cast<float>(how.zero);
-        for (int64_t part = 0; part < kParts; ++part) {
+    void pack_span(const OfRow& of_row, const Tiling& tiling, int64_t start, int64_t span, int64_t row, int64_t rows,
+                   const Float32* x, int64_t size) const {
+        constexpr int kSpanParts = kParts / kSpans;
+        constexpr int64_t kSpanWords = kChunkWords / kSpans;
+        alignas(64) int8_t rounded[kSpanSize];
+        int32_t sums[kSpanParts] = {};
+        const Affine how = of_row.template rounded<Panels::kSpan, kSpanSize>(rounded, sums, x, size);
+        scales(tiling, start)[span * rows + row].value = how.scale;
+        if (kNeedsSums) points(tiling, start)[span * rows + row].value = static_cast<float>(how.zero);
+        for (int64_t part = 0; part < kSpanParts; ++part) {
             const int8_t* values = rounded + part * Dot::kPart;
-            const int64_t place = (chunk * kParts + part) * rows + row;
+            const int64_t place = (span * kSpanParts + part) * rows + row;
             const int32_t whole = sums[part] + how.zero * static_cast<int32_t>(Dot::kPart);
             if (!tiled) starts(tiling, start)[place] = Dot::start_word(values, kNeedsSums ? sums[part] : whole, -panels.zero());
             if (Panels::kShifts) minus(tiling, start)[place].value = static_cast<float>(-whole);
         }
-        int32_t* out = words(start) + chunk * kChunkWords * rows + row * (tiled ? kChunkWords : kWords);
-        if constexpr (tiled) __builtin_memcpy(out, rounded, kChunk);
-        else for (int64_t quad = 0; quad < kChunk / kQuad; ++quad) {
+        if constexpr (tiled) {
+            int32_t* chunk = words(start) + (span / kSpans * rows + row) * kChunkWords;
+            __builtin_memcpy(chunk + span % kSpans * kSpanWords, rounded, kSpanSize);
+            return;
+        }
+        int32_t* out = words(start) + span * kSpanWords * rows + row * kWords;
+        for (int64_t quad = 0; quad < kSpanSize / kQuad; ++quad) {
             Dot::put(out + quad * rows * kWords, rounded + quad * kQuad, how.zero);
         }
     }
@@ -517,7 +530,7 @@ struct IntKernel {
                 for (int64_t chunk = 0; chunk < num_chunks; chunk += kBlockChunks) {
                     const int64_t left = num_chunks - chunk, size = left < kBlockChunks ? left : kBlockChunks;
                     const uint8_t* from = packed_weights(panel + p, chunk);
-                    multiply_chunks<R, P, kSoon, kSums, Dot>(
+                    multiply_chunks<R, P, kSoon, kSums, kSpans, Dot>(
                         sums + p * kPanel, count * kPanel, packed(tiling, 0, chunk), from, panels.steps * kStepBytes,
                         groups<P, kBlockChunks>(panel + p, chunk, size), NoPartSums(), ones, panels.book(), size, from + ahead);
                 }
@@ -551,7 +564,7 @@ struct IntKernel {
                 if (size == left) outputs.fetch(tiling.start(tile), tiling.size(tile));
                 with_rows<kMostRows>(tiling.size(tile), [&](auto rows) {
                     auto multiply = [&](const auto* weights, int64_t panel_stride) {
-                        multiply_chunks<decltype(rows)::value, P, kLater, kSums, Dot>(
+                        multiply_chunks<decltype(rows)::value, P, kLater, kSums, kSpans, Dot>(
                             sums + (tiling.start(tile) - first_row) * stride, stride, packed(tiling, tile, chunk), weights,
                             panel_stride, scaled, kept, ones, panels.book(), size, from + kBlockBytes);
                     };

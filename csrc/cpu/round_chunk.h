@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations rounded to 8 bits, a chunk of k at a time, for products with integer weights.
+// Activations rounded to 8 bits, a chunk of k or half of one at a time, for products with integer weights.
 
 #pragma once
 
@@ -37,13 +37,13 @@ inline Vec swapped(Vec pairs) { return __builtin_shufflevector(pairs, pairs, 1, 
 
 #ifdef __AVX2__
 
-// Of a whole chunk, as `to_bytes` does it: four vectors become one of bytes, and quads of these are added up at once.
-template <int parts>
+// Of all `values`, as `to_bytes` does it: four vectors become one of bytes, and quads of these are added up at once.
+template <int64_t values, int parts>
 inline void whole_to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, Vec inverse, int32_t zero) {
     // Packing puts each half of a register behind that of the other one.
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), ones = _mm256_set1_epi16(1);
-    alignas(32) int32_t quads[kChunk / kQuad];
-    for (int half = 0; half < 2; ++half) {
+    alignas(32) int32_t quads[values / kQuad];
+    for (int64_t half = 0; half < values / (4 * kLanes); ++half) {
         __m256i rounded[4];
         for (int i = 0; i < 4; ++i) {
             const Vec value = load(x + (4 * half + i) * kLanes, All{}) * inverse;
@@ -55,7 +55,7 @@ inline void whole_to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x
         const __m256i totals = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), ones);
         _mm256_store_si256(reinterpret_cast<__m256i*>(quads) + half, totals);
     }
-    constexpr int kQuads = kChunk / kQuad / parts;
+    constexpr int kQuads = values / kQuad / parts;
     for (int part = 0; part < parts; ++part) {
         sums[part] = 0;
         for (int i = 0; i < kQuads; ++i) sums[part] += quads[part * kQuads + i];
@@ -65,16 +65,16 @@ inline void whole_to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x
 #endif
 
 // Rounds values times `factor` to integers, which less `zero` must fit into 8 bits, and adds up what each part comes to.
-template <int parts>
+template <int64_t values, int parts>
 inline void to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size, float factor, int32_t zero = 0) {
     const Vec inverse = splat(factor);
 #ifdef __AVX2__
-    if (size == kChunk) return whole_to_bytes(out, sums, x, inverse, zero);
+    if (size == values) return whole_to_bytes<values>(out, sums, x, inverse, zero);
 #endif
     for (int64_t part = 0; part < parts; ++part) {
-        const int64_t begin = part * (kChunk / parts);
+        const int64_t begin = part * (values / parts);
         Ints total = {};
-        for_each_vector(smaller_of(size - begin, kChunk / parts), [&](int64_t i, auto lanes) {
+        for_each_vector(smaller_of(size - begin, values / parts), [&](int64_t i, auto lanes) {
             // Adding 1.5 * 2^23 leaves the rounded value in the low bits.
             const Vec shifted = load(x + begin + i, lanes) * inverse + 12582912.0f;
             const Ints rounded = reinterpret_cast<Ints>(shifted) - (0x4b400000 + zero);
@@ -87,43 +87,43 @@ inline void to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, int6
 }
 
 // Rounds in a step that is given. The scale is 1; NaN if a value is none.
-template <int parts>
+template <int64_t values, int parts>
 inline Affine round_in_steps(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size, const Rounding& how,
                             const Step& step) {
-    alignas(64) Float32 codes[kChunk] = {};
+    alignas(64) Float32 codes[values] = {};
     Vec poison = {};
     for_each_vector(size, [&](int64_t i, auto lanes) {
         const Vec v = in_steps(load(x + i, lanes), how, step);
         poison = poison + v * 0.0f;
         store(codes + i, v == v ? v : Vec{}, lanes);
     });
-    to_bytes(out, sums, codes, kChunk, 1.0f);
+    to_bytes<values>(out, sums, codes, values, 1.0f);
     return {sum(poison) == 0.0f ? 1.0f : __builtin_nanf(""), 0};
 }
 
 // All parts are 0; the scale is NaN where a value is not finite.
-template <int parts>
+template <int64_t values, int parts>
 inline Affine nothing(int8_t* out, int32_t (&sums)[parts], bool is_finite) {
     for (int32_t& of_part : sums) of_part = 0;
-    __builtin_memset(out, 0, kChunk);
+    __builtin_memset(out, 0, values);
     return {is_finite ? 0.0f : __builtin_nanf(""), 0};
 }
 
 // Rounds to steps that span the values and 0.
-template <int parts>
+template <int64_t values, int parts>
 inline Affine round_range(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) {
     const Range range = range_of(x, size);
     const Affine steps = spanning(range.low, range.high);
-    if (!range.is_finite || !(steps.scale >= kActivationMin)) return nothing(out, sums, range.is_finite);
-    alignas(64) Float32 padded[kChunk] = {};
-    for (int64_t i = 0; size < kChunk && i < size; ++i) padded[i] = x[i];
-    to_bytes(out, sums, size < kChunk ? padded : x, kChunk, steps.inverse(), steps.zero);
+    if (!range.is_finite || !(steps.scale >= kActivationMin)) return nothing<values>(out, sums, range.is_finite);
+    alignas(64) Float32 padded[values] = {};
+    for (int64_t i = 0; size < values && i < size; ++i) padded[i] = x[i];
+    to_bytes<values>(out, sums, size < values ? padded : x, values, steps.inverse(), steps.zero);
     return steps;
 }
 
 // Rounds to steps of the largest magnitude / 127, or that of a pair, and adds up what each part comes to. The scale is NaN if
 // a value is not finite.
-template <Span span, int parts>
+template <Span span, int64_t values, int parts>
 inline Affine round_some(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) {
     Vec most = {}, poison = {};
     for_each_vector(size, [&](int64_t i, auto lanes) {
@@ -134,18 +134,34 @@ inline Affine round_some(int8_t* out, int32_t (&sums)[parts], const Float32* x, 
     });
     const bool is_finite = sum(poison) == 0.0f;
     const float extreme = largest(most);
-    if (!is_finite || extreme < kActivationMin) return nothing(out, sums, is_finite);
-    if (size < kChunk) __builtin_memset(out, 0, kChunk);
-    to_bytes(out, sums, x, size, kActivationMax / extreme);
+    if (!is_finite || extreme < kActivationMin) return nothing<values>(out, sums, is_finite);
+    if (size < values) __builtin_memset(out, 0, values);
+    to_bytes<values>(out, sums, x, size, kActivationMax / extreme);
     return {extreme / kActivationMax, 0};
 }
 
 #ifdef __AVX512F__
 
-// A whole chunk, which stays in registers.
-template <Span span, int parts>
+// Adds up what each of so many parts of some bytes comes to.
+template <int64_t values, int parts>
+inline void add_parts(int32_t (&sums)[parts], const int8_t* bytes) {
+    constexpr int kQuads = values / kQuad / parts;
+    for (int part = 0; part < parts; ++part) {
+        const __m128i ones = _mm_set1_epi8(1);
+        __m128i quads = _mm_setzero_si128();
+        for (int i = 0; i < kQuads; i += 4) {
+            const int8_t* from = bytes + (part * kQuads + i) * kQuad;
+            quads = _mm_dpbusd_epi32(quads, ones, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+        }
+        quads = _mm_add_epi32(quads, _mm_shuffle_epi32(quads, 0x4e));
+        sums[part] = _mm_cvtsi128_si32(_mm_add_epi32(quads, _mm_shuffle_epi32(quads, 0xb1)));
+    }
+}
+
+// All `values`, which stay in registers.
+template <Span span, int64_t values, int parts>
 inline Affine round_whole(int8_t* out, int32_t (&sums)[parts], const Float32* x) {
-    constexpr int kVectors = kChunk / 16, kNotFinite = 0x99;
+    constexpr int kVectors = values / 16, kNotFinite = 0x99;
     __m512 v[kVectors], least = _mm512_setzero_ps(), most = least;
     int poison = 0;
     for (int i = 0; i < kVectors; ++i) {
@@ -156,41 +172,28 @@ inline Affine round_whole(int8_t* out, int32_t (&sums)[parts], const Float32* x)
         poison |= _mm512_fpclass_ps_mask(v[i], kNotFinite);
     }
     const float top = _mm512_reduce_max_ps(most);
-    const bool is_range = span == Span::kRange;
+    constexpr bool is_range = span == Span::kRange;
     const Affine steps = is_range ? spanning(_mm512_reduce_min_ps(least), top) : Affine{top / kActivationMax, 0};
-    if (poison || !((is_range ? steps.scale : top) >= kActivationMin)) return nothing(out, sums, poison == 0);
+    if (poison || !((is_range ? steps.scale : top) >= kActivationMin)) return nothing<values>(out, sums, poison == 0);
     const __m512 inverse = _mm512_set1_ps(is_range ? steps.inverse() : kActivationMax / top);
-    __m512i rounded[kVectors];
     for (int i = 0; i < kVectors; ++i) {
-        rounded[i] = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
-        if constexpr (span == Span::kRange) rounded[i] = _mm512_sub_epi32(rounded[i], _mm512_set1_epi32(steps.zero));
+        __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
+        if constexpr (is_range) rounded = _mm512_sub_epi32(rounded, _mm512_set1_epi32(steps.zero));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out) + i, _mm512_cvtepi32_epi8(rounded));
     }
-    // Packing puts each quarter of a register behind that of the other one.
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i low = _mm512_packs_epi32(rounded[0], rounded[1]), high = _mm512_packs_epi32(rounded[2], rounded[3]);
-    const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
-    _mm512_storeu_si512(out, bytes);
-    __m512i quads = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
-    quads = _mm512_add_epi32(quads, _mm512_shuffle_epi32(quads, _MM_PERM_CDAB));
-    quads = _mm512_add_epi32(quads, _mm512_shuffle_epi32(quads, _MM_PERM_BADC));
-    alignas(64) int32_t totals[16];
-    _mm512_store_si512(totals, quads);
-    for (int part = 0; part < parts; ++part) {
-        sums[part] = 0;
-        for (int i = 0; i < 4 / parts; ++i) sums[part] += totals[4 * (part * (4 / parts) + i)];
-    }
+    add_parts<values>(sums, out);
     return steps;
 }
 
 #endif
 
-template <Span span, int parts>
+template <Span span, int64_t values, int parts>
 inline Affine round_chunk(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) {
 #ifdef __AVX512F__
-    if (size == kChunk) return round_whole<span>(out, sums, x);
+    if (size == values) return round_whole<span, values>(out, sums, x);
 #endif
-    if constexpr (span == Span::kRange) return round_range(out, sums, x, size);
-    else return round_some<span>(out, sums, x, size);
+    if constexpr (span == Span::kRange) return round_range<values>(out, sums, x, size);
+    else return round_some<span, values>(out, sums, x, size);
 }
 
 }}}  // namespace quire::QUIRE_ISA

@@ -53,6 +53,8 @@ QUAD = 4
 """Values of k stored together in a panel of integers."""
 CHUNK = 64
 """Values of k whose activations share a scale in the fast mode; panels of integers hold whole chunks."""
+SPAN = 32
+"""The same by int8 weights with a scale or a zero point per group."""
 INT8_ZERO = 128
 """Offset of an int8 weight's stored byte."""
 
@@ -68,11 +70,10 @@ class WeightScheme:
     one for all; with `fast` activations are quantized to E4M3 too, with a scale per token. int4 that is not `symmetric`
     is quantized to scales and minimums in blocks (`formats.scaling`) if `two_level`.
 
-    On CPUs with `fast`, integers are multiplied with activations quantized to 8 bits, with a scale per token and 64
-    values
-    of k (see `ops.packed_linear`), and bfloat16 with activations rounded to bfloat16; otherwise weights are widened and
-    activations stay float32. `vendor` and `invariant` are for GPUs: fp8 matmuls may use the vendor's library; a row's
-    results have the same bits in every batch, which on a CPU is always so.
+    On CPUs with `fast`, integers are multiplied with activations quantized to 8 bits, with a scale per token and 64 or
+    32 values of k (see `ops.packed_linear`), and bfloat16 with activations rounded to bfloat16; otherwise weights are
+    widened and activations stay float32. `vendor` and `invariant` are for GPUs: fp8 matmuls may use the vendor's
+    library; a row's results have the same bits in every batch, which on a CPU is always so.
     """
 
     kind: str = "float"

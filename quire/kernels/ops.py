@@ -763,12 +763,9 @@ def packed_linear(
     """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype, or of `dtype`.
 
     On a CPU, an integer weight with a fast scheme quantizes x to 8 bits: 64 values of k of a row use steps of 1/254 of
-    the
-    range of the values and 0 (int8), of their largest magnitude / 127 (int4), or of the largest magnitude sum of a
-    pair, k
-    and k + 1 with k even, / 127 (codebook formats). An fp8 weight quantizes a row of x to E4M3 times its largest
-    magnitude
-    / 448, and takes x [T, K] in that form, too.
+    the range of the values and 0 (int8; 32 values, if the weight has groups), of their largest magnitude / 127 (int4),
+    or of the largest magnitude sum of a pair, k and k + 1 with k even, / 127 (codebook formats). An fp8 weight
+    quantizes a row of x to E4M3 times its largest magnitude / 448, and takes x [T, K] in that form, too.
 
     `activation` is applied to the result. For a weight in two halves, [..., N / 2], it is `ops.silu_and_mul` or
     "clamped_swiglu": with g = min(gate, 7) and u = up in [-7, 7], (u + 1) * g * sigmoid(1.702 g). For any other weight

@@ -29,6 +29,7 @@ from quire.kernels.experts import SUM_DTYPE, TokenReduction
 from quire.kernels.formats import FP8_MAX, format_of, whole_chunks
 from quire.kernels.linear import (
     CHUNK,
+    SPAN,
     Function,
     FusedActivation,
     PackedWeight,
@@ -579,9 +580,10 @@ def quantized_input(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
         return x.float()
     if scheme.kind == "float":
         return (x.bfloat16() if weight.data.dtype == torch.bfloat16 else x).float()
-    chunks = whole_chunks(x.float()).unflatten(-1, (-1, CHUNK))
     together = format_of(scheme).together
-    rounded = _rounded(chunks, together) if together else _rounded_in_range(chunks)
+    size = CHUNK if together or scheme.is_plain_int8 else SPAN
+    spans = whole_chunks(x.float()).unflatten(-1, (-1, size))
+    rounded = _rounded(spans, together) if together else _rounded_in_range(spans)
     return rounded.flatten(-2)[..., : x.shape[-1]]
 
 

@@ -13,7 +13,7 @@ from quire.quantize.grid import IntegerGrid
 from quire.quantize.inputs import InputStatistics
 
 _NUM_EXPONENTS = 20
-_TRIED_OUTPUTS = 512
+_TRIED_OUTPUTS = 128
 """Limit of outputs, spread over all, by which scales are compared; the time is proportional to it."""
 _LEAST = 1e-4
 """Least scale before normalization around 1."""

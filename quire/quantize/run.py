@@ -22,7 +22,7 @@ from quire.kernels.formats.search import Steps
 from quire.models.gguf.model import is_gguf
 from quire.models.loader import without_weights
 from quire.models.weights import CheckpointWeights, MappedCopy
-from quire.progress import Progress
+from quire.progress import Progress, tracked
 from quire.quantize.awq import best_scales
 from quire.quantize.calibration import CalibrationSet
 from quire.quantize.files import CheckpointWriter, new_checkpoint
@@ -143,12 +143,12 @@ def _fold_scales(
     weights: CheckpointWeights,
 ) -> dict[tuple[str, ...], Tensor]:
     found = {}
-    for site in members:
-        if site.source and site.modules in inputs:
-            grid = recipe.grid.stored_as(weights.whole(f"{site.modules[0]}.weight").dtype)
-            scales = best_scales(tensors.matrix(site), inputs[site.modules], grid)
-            tensors.scale_inputs(site, scales)
-            found[site.modules] = scales
+    folded = [site for site in members if site.source and site.modules in inputs]
+    for site in tracked(folded, "Scaling (awq)", "layers"):
+        grid = recipe.grid.stored_as(weights.whole(f"{site.modules[0]}.weight").dtype)
+        scales = best_scales(tensors.matrix(site), inputs[site.modules], grid)
+        tensors.scale_inputs(site, scales)
+        found[site.modules] = scales
     return found
 
 

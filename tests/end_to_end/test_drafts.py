@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,8 +14,7 @@ from quire.executor import uniproc
 from quire.outputs import RequestOutput
 from quire.spec_decode.drafter import Draft, Text
 from quire.spec_decode.speculation import Speculation
-from quire.worker import worker
-from quire.worker.model_runner import ModelRunner
+from quire.spec_decode.worker import drafting
 from tests.end_to_end.test_overlapped import Job, jobs_of_all_kinds, overlapped, serve
 from tests.fixtures.quick import quick
 from tests.fixtures.tiny_models import VOCAB_SIZE
@@ -73,7 +71,7 @@ def serve_with_drafts(monkeypatch: pytest.MonkeyPatch, restore_threads: None) ->
         drafter = FakeDrafter(expected)
         speculation = Speculation({"fake": drafter}, adaptive=False)
         with monkeypatch.context() as patched:
-            patched.setattr(worker, "ModelRunner", partial(ModelRunner, speculation=speculation))
+            patched.setattr(drafting, "make_speculation", lambda *parts: speculation)
             found = serve(jobs, **args)
         assert min(drafter.num_accepted, drafter.num_wrong) > 2 * len(jobs)
         return found

@@ -206,15 +206,18 @@ async def test_slow_constraints_of_a_tenant_delay_no_other(null_model_dir: Path)
 
     checks._checker.checked = slow  # type: ignore[method-assign]
     slow_ones = [
-        asyncio.ensure_future(engine._checks.validated(params(f"slow{number}"), "a")) for number in range(12)
+        asyncio.ensure_future(
+            engine.input_processor.constraints.validated_async(params(f"slow{number}"), "a")
+        )
+        for number in range(12)
     ]
     for number in range(3):
-        settled = await engine._checks.validated(params(f"fast{number}"), "b")
+        settled = await engine.input_processor.constraints.validated_async(params(f"fast{number}"), "b")
         assert settled.structured_outputs == StructuredOutputsParams(regex=f"fast{number}")
     assert not any(one.done() for one in slow_ones)
     checks._checker.max_wait_s = 0.01
     with pytest.raises(UnavailableError, match="constraints of other requests are being checked"):
-        await engine._checks.validated(params("slow12"), "a")
+        await engine.input_processor.constraints.validated_async(params("slow12"), "a")
     goes_on.set()
     assert len({(await one).structured_outputs for one in slow_ones}) == 12
     await engine.shutdown()
@@ -233,7 +236,8 @@ async def test_cancelled_check_gives_its_turn_back(null_model_dir: Path) -> None
 
     checks._checker.checked = slow  # type: ignore[method-assign]
     running, waiting = (
-        asyncio.ensure_future(engine._checks.validated(params("slow"), "a")) for _ in range(2)
+        asyncio.ensure_future(engine.input_processor.constraints.validated_async(params("slow"), "a"))
+        for _ in range(2)
     )
     assert await asyncio.to_thread(begun.wait, WAIT_S)
     for one in (running, waiting):
@@ -241,7 +245,9 @@ async def test_cancelled_check_gives_its_turn_back(null_model_dir: Path) -> None
         with pytest.raises(asyncio.CancelledError):
             await one
     goes_on.set()
-    assert (await engine._checks.validated(params("next"), "a")).structured_outputs is not None
+    assert (
+        await engine.input_processor.constraints.validated_async(params("next"), "a")
+    ).structured_outputs is not None
     await engine.shutdown()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels import ops, reference
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
-from quire.kernels.linear import FLOAT, PackedWeight, WeightScheme, num_panels
+from quire.kernels.linear import FLOAT, SPAN, PackedWeight, WeightScheme, num_panels
 from tests.kernels.op_cases import FUNCTIONS, INTEGERS, SCHEMES
 
 if library.loaded() is None:
@@ -218,6 +218,22 @@ def test_8_bit_activations_err_no_more_than_8_bit_weights(kind: str) -> None:
         )
     )
     assert 0 < (fast - precise).norm() < (eight_bits - exact).norm()
+
+
+@pytest.mark.parametrize("inputs", [64, 128, 150])
+@pytest.mark.parametrize("num_rows", [1, 40])
+@pytest.mark.parametrize("scheme", [s for s in INTEGERS if s.kind == "int8" and s.group_size], ids=str)
+def test_large_activation_coarsens_its_own_32_values_only(
+    scheme: WeightScheme, num_rows: int, inputs: int
+) -> None:
+    rows, x = random_weight(40, inputs), random_rows(num_rows, inputs)
+    large = torch.arange(inputs) % SPAN == 0
+    large[SPAN : 2 * SPAN] = False
+    x[:, large] = 1e4
+    rows[:, (torch.arange(inputs) < SPAN) | (torch.arange(inputs) >= 2 * SPAN)] = 0.0
+    out = binding.packed_linear(x, binding.pack_weight(rows, scheme))
+    exact = x @ rows.T
+    assert (out - exact).norm() < 0.02 * exact.norm()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)

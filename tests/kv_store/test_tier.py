@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.config import EngineConfig
-from quire.engine import sleeper
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests, AddRequest, EngineCoreRequest, UtilityCall, UtilityResult
 from quire.engine.startup import prepare
@@ -22,6 +21,7 @@ from quire.kv_cache.spec import KVCacheSpec
 from quire.kv_store import tier
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate
+from quire.sleep import sleeper
 from tests.kv_store.storing_executor import Disk, StoringExecutor
 from tests.scheduler.harness import make_spec
 

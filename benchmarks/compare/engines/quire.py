@@ -30,8 +30,8 @@ class Quire(PythonEngine):
     packages = ("quire-llm", "torch")
     notes = (
         "`LLM(checkpoint, load_format='auto', enable_prefix_caching=False)`; bf16: `matmul_precision='highest'`; int8 "
-        "and int4 by `quantization=` with its defaults: int8 with a scale per output, int4 in groups of 32 with "
-        "scales and minimums in two levels, as Q4_K, and q, k and v of the first layers in int8 (4.9 bits), but the "
+        "and int4 by `quantization=` with its defaults: int8 and int4 in groups of 32, int4 with scales and "
+        "minimums in two levels, as Q4_K, and values in int8 (4.8 bits), but the "
         "head in int8, or with `quantization_config={'head': 'int4'}` in int4, too."
     )
 

@@ -30,11 +30,8 @@ from quire.inputs import ChatMessage, Conversation
 STRETCH_CHARS = 2**16
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ALIASES = {"developer": "system"}  # Replacements for roles that a template does not know.
-MEDIA_KINDS = (
-    "image",
-    "video",
-    "audio",
-)  # Types of the parts in place of items; in the order of a prompt's markers.
+MEDIA_KINDS = ("image", "video", "audio")
+"""Types of the parts in place of items, in the order of a prompt's markers."""
 NO_MARKS: Mapping[str, str] = {}
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 THOUGHT_PARTS = {

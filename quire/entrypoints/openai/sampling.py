@@ -7,6 +7,7 @@ name the field that the client sent, even if the engine's name differs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +49,11 @@ ENGINE_NAMES = {"extra_args": "vllm_xargs", "beam_width": "n", "bad_words_token_
 MAX_TOKENS_DEFAULTS = ("max_tokens", "max_new_tokens")
 
 
+@functools.cache
+def _search_readers() -> tuple[Callable[..., BeamSearchParams | None], ...]:
+    return tuple(import_place(place) for place in SEARCH_PARAMS.values())
+
+
 def search_params(
     request: GenerationRequest, room: int, shown_special_token_ids: Sequence[int] = ()
 ) -> BeamSearchParams | None:
@@ -59,8 +65,7 @@ def search_params(
     Raises:
         ValidationError: a field applies only with, or only without, a search.
     """
-    for place in SEARCH_PARAMS.values():
-        read: Callable[..., BeamSearchParams | None] = import_place(place)
+    for read in _search_readers():
         found = read(request, room, shown_special_token_ids)
         if found is not None:
             return found

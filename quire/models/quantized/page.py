@@ -109,7 +109,7 @@ A checkpoint may say that activations are to be rounded as well. What is done in
 | E4M3, static; weights per output or matrix | not rounded | E4M3, a scale per token |
 | E4M3, weights in blocks | not rounded | not rounded |
 | 4 bits (NVFP4, MXFP4) | 8 bits, 64 values a scale; "precise": not rounded | not rounded |
-| not at all | integers, 4-bit floats: 8 bits, 64 values a scale; "precise": not rounded | not rounded |
+| not at all | integers, 4-bit floats: 8 bits, 64 values a scale (groups: 32); "precise": not rounded | not rounded |
 
 "checkpoint" (CPU) follows the file to the letter: what a linear layer, or an expert's matrix, is multiplied by is
 rounded to int8 or E4M3 by the formula of those who define it, in float32, with a scale for each token, for each group

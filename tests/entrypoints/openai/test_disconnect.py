@@ -136,7 +136,7 @@ async def test_disconnect_while_its_grammar_is_compiled(
         begun.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(engine._checks, "validated", endless)
+    monkeypatch.setattr(engine.input_processor.constraints, "validated_async", endless)
     app = build_app(engine, ServerConfig())
     client = Client("/v1/completions", {**SEVERAL, "stream": streamed, "structured_outputs": {"regex": "a"}})
     serving = asyncio.create_task(app(client.scope, client.receive, client.send))

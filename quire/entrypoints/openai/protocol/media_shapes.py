@@ -29,7 +29,7 @@ _NULL: Schema = {"type": "null"}
 _SOURCES = ("url", "data")
 _DETAIL: Schema = {"enum": list(DETAILS)}
 _NAME: Schema = {"type": ["string", "null"], "maxLength": MAX_UUID_CHARS}
-_FORMAT: Schema = {"enum": [*SOUND_FORMATS, None]}
+_FORMAT: Schema = {"enum": [None, *SOUND_FORMATS]}
 _FIELDS = {"url": _TEXT, "data": _TEXT, "detail": _DETAIL, "format": _FORMAT}
 
 
@@ -71,9 +71,7 @@ def _is_refused(schema: Any, kinds: frozenset[str]) -> bool:
 
 
 def _kind_of(kind: str) -> str:
-    if kind == "image_embeds":
-        return EMBEDS
-    return ITEM_KINDS.get(kind, "image")
+    return EMBEDS if kind == "image_embeds" else ITEM_KINDS.get(kind, "image")
 
 
 def _value(field: str) -> Schema:
