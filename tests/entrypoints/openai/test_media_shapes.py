@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos in the published document: as the door reads them, and only where the model takes them."""
+"""Images, videos and sounds in the published document: as the door reads them, and only where the model takes them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.entrypoints.openai.fake_engine import FakeEngine
 
 URL = "data:image/png;base64,AA=="
 KINDS = [kind for kind in TAKEN if kind not in OFFLINE_KINDS]
-ALL = frozenset({"image", "video", EMBEDS})
+ALL = frozenset({"image", "video", "audio", EMBEDS})
 VALUES: list[Any] = [
     URL, "", None, 3, [URL], {}, {"url": URL}, {"url": None}, {"data": "AA=="}, {"url": 3},
-    {"url": URL, "detail": "low"}, {"url": URL, "detail": "sharp"},
+    {"url": URL, "detail": "low"}, {"url": URL, "detail": "sharp"}, {"data": "AA==", "format": "wav"},
 ]  # fmt: skip
 MORE: list[dict[str, Any]] = [
     {}, {"uuid": "a"}, {"uuid": 3}, {"uuid": "a" * 257}, {"uuid": None}, {"detail": "high"}, {"detail": "x"},
@@ -75,6 +75,8 @@ def chat(part: dict[str, Any]) -> dict[str, Any]:
 
 IMAGE = {"type": "image_url", "image_url": {"url": URL}}
 VIDEO = {"type": "video_url", "video_url": {"url": URL}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "mp3"}}
+STRANGE = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "xyz"}}
 VECTORS = {"type": "image_embeds", "image_embeds": "AA=="}
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "AA=="}
 BODIES = {
@@ -92,6 +94,8 @@ def test_a_server_describes_the_media_that_its_model_takes() -> None:
     for part, wanted in (
         (IMAGE, (False, True, True)),
         (VIDEO, (False, False, True)),
+        (SOUND, (False, False, True)),
+        (STRANGE, (False, False, False)),
         (VECTORS, (False, False, True)),
     ):
         found = [fits(written, "/v1/chat/completions", chat(part)) for written in (text, images, all_kinds)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON schemas of images and videos in requests, from the table of parts that the door reads.
+"""JSON schemas of images, videos and sounds in requests, from the table of parts that the door reads.
 
 Invariant: a schema with the key `MEDIA` holds for a server whose model takes that kind; `of_server` drops it elsewhere,
 where such a part is refused.
@@ -12,10 +12,11 @@ from typing import Any
 
 from quire.multimodal.door.parts import (
     DETAILS,
-    IMAGE_KINDS,
+    ITEM_KINDS,
     MAX_UUID_CHARS,
     NESTED,
     OFFLINE_KINDS,
+    SOUND_FORMATS,
     TAKEN,
 )
 
@@ -28,7 +29,8 @@ _NULL: Schema = {"type": "null"}
 _SOURCES = ("url", "data")
 _DETAIL: Schema = {"enum": list(DETAILS)}
 _NAME: Schema = {"type": ["string", "null"], "maxLength": MAX_UUID_CHARS}
-_FIELDS = {"url": _TEXT, "data": _TEXT, "detail": _DETAIL}
+_FORMAT: Schema = {"enum": [None, *SOUND_FORMATS]}
+_FIELDS = {"url": _TEXT, "data": _TEXT, "detail": _DETAIL, "format": _FORMAT}
 
 
 def media_part(kind: str) -> Schema:
@@ -71,7 +73,7 @@ def _is_refused(schema: Any, kinds: frozenset[str]) -> bool:
 def _kind_of(kind: str) -> str:
     if kind == "image_embeds":
         return EMBEDS
-    return "image" if kind in IMAGE_KINDS else "video"
+    return ITEM_KINDS.get(kind, "image")
 
 
 def _value(field: str) -> Schema:
