@@ -59,6 +59,7 @@ SERVER_FEATURES = {
     "sleep": "quire.sleep.routes:FEATURE",
     "lora": "quire.lora.server.routes:FEATURE",
     "console": "quire.console.routes:FEATURE",
+    "training": "quire.training.routes:FEATURE",
     "profiling": "quire.profiling.routes:FEATURE",
 }
 """Feature -> `quire.entrypoints.openai.families:ServerFeature`, in the order of the OpenAPI document."""
@@ -83,6 +84,22 @@ ENCODER_PROMPTS = "quire.seq2seq.image_prompts:prompts_of"
 
 PIECE_TOKENIZER = "quire.seq2seq.tokenizer:read_pieces"
 """Reader of tokenizers that are SentencePiece models beside a vocabulary (`quire.engine.tokenizer`)."""
+
+WORKER_CALLS = {
+    "weight_checksums": "quire.training.worker_calls:weight_checksums",
+    "collective_rpc": "quire.training.worker_calls:collective_rpc",
+    "check_finite": "quire.training.worker_calls:check_finite",
+}
+"""Function of a feature that a worker calls with itself and plain data, by name (`Worker.call`)."""
+
+WEIGHT_UPDATES = {
+    "offline": "quire.training.updates:WeightUpdates",
+    "server": "quire.training.updates:AsyncWeightUpdates",
+}
+"""Weight updates of an `LLMEngine` and of an `AsyncLLM`, which are their only argument."""
+
+WORKER_EXTENSION = "quire.training.extension:open_extension"
+"""Factory of the object whose methods may be called on a worker (`quire.worker.worker`)."""
 
 ROW_MOVER = "quire.kv_store.mover:open_row_mover"
 """Factory of what moves rows between a worker's host blocks and a store (`quire.worker.worker`)."""

@@ -31,6 +31,7 @@ FEATURES = (
     "spec_decode",
     "speech",
     "supervision",
+    "training",
 )
 PROGRAM = """
 import asyncio, sys

@@ -24,6 +24,7 @@ from quire.config.pooling import PoolingSpec
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig, SupervisionConfig
 from quire.config.speculative import SpeculativeConfig
+from quire.config.training import TrainingConfig
 from quire.plugins import place_of
 from quire.vllm_names.option_values import translated_values
 from quire.vllm_names.options import OPTIONS
@@ -54,6 +55,7 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     multimodal: MultimodalConfig = field(default_factory=MultimodalConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
     model_dir: str = ""
     # State of the checkpoint's files when first read (`quire.engine.file_states`); empty: unchecked.
     files: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
@@ -87,6 +89,17 @@ class EngineConfig:
         """Return a copy, and of the draft model's configuration one in it, whose device torch calls by this name."""
         draft = self.draft and self.draft.on_torch_device(name)
         return replace(self, torch_device=name, draft=draft)
+
+    def with_weights(self, model_dir: str) -> EngineConfig:
+        """Return a copy with weights of another directory, also for a draft model that is in the same checkpoint.
+
+        They are read as they are: no packed form of them is looked for or kept. Their files are unchecked until
+        `files` is set.
+        """
+        draft, load = self.draft, replace(self.load, enable_packed_weights_cache=False, load_format="auto")
+        if draft is not None and draft.model_dir == self.model_dir:
+            draft = draft.with_weights(model_dir)
+        return replace(self, model_dir=model_dir, load=load, files={}, draft=draft)
 
     @property
     def serves_adapters(self) -> bool:
@@ -174,6 +187,7 @@ _CHILDREN: dict[str, type[Config]] = {
     "speculative": SpeculativeConfig,
     "supervision": SupervisionConfig,
     "multimodal": MultimodalConfig,
+    "training": TrainingConfig,
 }
 
 

@@ -18,7 +18,7 @@ from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.spec import NULL_BLOCK_ID
 from quire.scheduler.explain import Share
-from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats
+from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats, StoreStats
 from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan
 
@@ -209,12 +209,41 @@ def counts_of(stats: SchedulerStats) -> dict[str, float]:
     return {name: value for name, value in every.items() if isinstance(value, int | float)}
 
 
+class StoreState(msgspec.Struct, frozen=True):
+    """KV store of a core as of its last step: blocks and bytes in it, and blocks moved since the start.
+
+    `max_blocks`: room of a directory; 0: unknown. `is_resting`: it did not work, and is left alone for a while.
+    """
+
+    medium: str
+    num_blocks: int
+    max_blocks: int
+    num_bytes: int
+    num_loaded: int
+    num_saved: int
+    is_resting: bool
+
+
+def store_state(stats: StoreStats, max_blocks: int) -> StoreState:
+    """Return the state of a store with room for so many blocks."""
+    return StoreState(
+        stats.medium,
+        stats.num_rows,
+        max_blocks,
+        stats.num_bytes,
+        stats.num_loaded,
+        stats.num_saved,
+        stats.is_resting,
+    )
+
+
 class Frame(msgspec.Struct, frozen=True):
     """State of one core at `now` (monotonic seconds of the core).
 
     `stats` are the scheduler's counts (see `SchedulerStats`). `requests` are the first of `num_requests` in order of
     service; their number is bounded, as are the blocks of `device` and `host`. Large caches come in parts, one after
     the other. `steps` finished after the step that the query names. `next_s`: seconds until there is a newer frame.
+    `store`: None without a KV store, and before the first step.
     """
 
     number: int
@@ -227,3 +256,4 @@ class Frame(msgspec.Struct, frozen=True):
     device: BlockStates
     host: BlockStates
     steps: list[StepRow]
+    store: StoreState | None = None

@@ -9,6 +9,7 @@ ready is replaced, and its requests resume in the new one: see `quire.engine.cor
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import (
     AsyncGenerator,
@@ -43,7 +44,7 @@ from quire.engine.startup import prepare
 from quire.engine.tokenizer import INLINE_CHARS, Tokenizer, beside_loop
 from quire.engine.tokenizer_cache import TokenizerContext
 from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError, ValidationError
-from quire.features import POOLED_OUTPUTS
+from quire.features import POOLED_OUTPUTS, WEIGHT_UPDATES
 from quire.inputs import PromptType
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import StatLogger
@@ -141,6 +142,13 @@ class AsyncLLM:
     def is_ready(self) -> bool:
         """True once every core has loaded, while one is up and responsive: a request would start now."""
         return self._all_ready.is_set() and not self.errored and bool(self._front_end.cores_up)
+
+    @property
+    def loading(self) -> Any:
+        """Stage of the first core that loads (`quire.engine.core_progress.LoadingState`); None: unknown, or none
+        loads.
+        """
+        return next((state for client in self._clients if (state := client.loading) is not None), None)
 
     @property
     def stalls(self) -> bool:
@@ -385,6 +393,87 @@ class AsyncLLM:
         """Tags of the parts that sleep."""
         return sorted(self._front_end.rest.asleep)
 
+    @property
+    def refuses_requests(self) -> bool:
+        """True if new requests are refused because the engine sleeps; a paused one may queue them."""
+        return self._sleep_control.refuses
+
+    async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Stop computing until `resume_generation`.
+
+        Requests in flight are aborted (`mode` "abort"), waited for ("wait") or kept ("keep"), and new ones refused, but
+        queued with "keep". Unless `clear_cache` is false, cached prefixes are dropped and kept requests computed again.
+
+        Raises:
+            ValidationError: there is no such mode.
+            UnavailableError: a core is loading.
+        """
+        self._receivers.ensure()
+        await self._sleep_control.pause(mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`; no effect while nothing is paused.
+
+        Raises:
+            ConflictError: the weights or the KV cache sleep.
+        """
+        self._receivers.ensure()
+        await self._sleep_control.resume()
+
+    async def is_paused(self) -> bool:
+        """Return whether no steps are planned."""
+        return self.is_sleeping
+
+    @functools.cached_property
+    def weights(self) -> Any:
+        """Updates of the weights while serving (`quire.training.updates.AsyncWeightUpdates`)."""
+        return import_place(WEIGHT_UPDATES["server"])(self)
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,  # noqa: ASYNC109  - vLLM's name
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the extension class (`worker_extension_cls`) on every worker; return their results.
+
+        Arguments and results are plain data; other results are returned as text.
+
+        Raises:
+            ValidationError: there is no such method, or it failed.
+            TimeoutError: `timeout` seconds are over; the workers go on.
+        """
+        call = self._call_each("call_workers", "collective_rpc", [method, list(args), dict(kwargs or {})])
+        async with asyncio.timeout(timeout):
+            return [result for ranks in await call for result in ranks]
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights in use."""
+        return self._front_end.rest.weight_version
+
+    def note_weight_update(self, outcome: str, seconds: float) -> None:
+        """Count a weight update (see `StatLogger.weights_updated`)."""
+        self._front_end.stat_loggers.weights_updated(outcome, seconds)
+
+    async def rename_weights(self, version: str) -> None:
+        """Set the version of the weights in use."""
+        await self._sleep_control.rename_weights(version)
+
+    async def replace_weights(self, model_dir: str, version: str) -> None:
+        """Use the weights of another directory, in all cores or in none; the engine is paused.
+
+        Raises:
+            ValidationError: they do not fit the model, or the engine is not paused; the old ones stay.
+        """
+        self._receivers.ensure()
+
+        def adopt() -> None:
+            self._cores.use_weights(model_dir)
+
+        await self._sleep_control.replace_weights(model_dir, version, adopt)
+
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Suspend until `wake_up` and free memory: level 0 none, level 1 the KV cache, level 2 also the weights.
 
@@ -507,6 +596,8 @@ class AsyncLLM:
 
     async def _release(self) -> None:
         await asyncio.gather(*self._restarts)
+        if "weights" in vars(self):
+            self.weights.close()
         try:
             for client in self._clients:
                 await asyncio.to_thread(client.close)

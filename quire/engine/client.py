@@ -37,7 +37,7 @@ import zmq
 
 from quire import private_directories
 from quire.config import EngineConfig
-from quire.engine.core_progress import ProgressFile
+from quire.engine.core_progress import LoadingState, ProgressFile
 from quire.engine.messages import (
     NO_MESSAGE,
     WIRE_VERSION,
@@ -65,6 +65,11 @@ class CoreClient(ABC):
     def stalls(self) -> bool:
         """True if the core seems to hang, as detected by `receive`."""
         return False
+
+    @property
+    def loading(self) -> LoadingState | None:
+        """Stage of a core that loads, if known."""
+        return None
 
     def in_work(self, request_ids: Iterable[str]) -> set[str]:
         """Return the requests among these that the core is working on, or was when it died, if known."""
@@ -223,6 +228,10 @@ class RemoteClient(CoreClient):
     def in_work(self, request_ids: Iterable[str]) -> set[str]:
         """Return the requests among these that the core is working on, or was when it died; none after `close`."""
         return set() if self._closed.is_set() else self._progress.in_work(request_ids)
+
+    @property
+    def loading(self) -> LoadingState | None:
+        return None if self._closed.is_set() else self._progress.loading
 
     def digests_in_work(self) -> set[bytes]:
         """Return the digests of the requests being worked on (see `core_progress.requests_with_digests`)."""

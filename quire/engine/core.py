@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.engine.core_feature import core_features, users_of
 from quire.engine.core_progress import ProgressFile
-from quire.engine.file_states import check_files
+from quire.engine.file_states import check_files, states_of
 from quire.engine.kv_events import create_publisher
 from quire.engine.messages import (
     AbortRequests,
@@ -76,11 +77,15 @@ class EngineCore:
         load_general_plugins()
         scheduler_class = resolve_scheduler(config.scheduler.scheduler_cls)
         self.executor: Executor = resolve_executor(config.parallel.distributed_executor_backend)(config)
+        if progress is not None:
+            self.executor.note_loading = progress.note_loading
         with _shut_down_on_error(self.executor):
+            self.executor.note_loading("weights")
             self.executor.load()
             check_files(config)
             kv_config = size_kv_cache(config, self.executor.kv_cache_specs(), self.executor.kv_memory())
             config = resolve_max_model_len(config, kv_config)
+            self.executor.note_loading("kv_cache")
             self.executor.initialize_kv_cache(kv_config)
             self.scheduler = scheduler_class(config, kv_config)
             self._trace = create_trace(config, kv_config)
@@ -93,9 +98,9 @@ class EngineCore:
         self._stepped = users_of("stepped", self._features)
         self._with_stats = users_of("add_stats", self._features)
         self._event_readers = [feature for feature in self._features if feature.reads_kv_events]
-        self._config = config
         self.progress = progress
         self._lockstep = lockstep
+        self._config = config
         executor = self.executor
         if progress is not None:
             executor = supervision().observed(executor, progress, is_alone=lockstep is None)
@@ -109,6 +114,7 @@ class EngineCore:
             "stats": self.scheduler.stats,
             "explain": self.explain,
             "run_on_worker": self.executor.run_on_worker,
+            "call_workers": self.executor.call_workers,
         }
         for feature in self._features:
             self.utilities.update(feature.utilities)
@@ -232,8 +238,22 @@ class EngineCore:
         self._queue_updates(self._take_step())
 
     def check_files(self) -> None:
-        """Raise StartupError if the model's files are no longer those of the start."""
+        """Raise StartupError if the model's files are no longer those of the start, or of the last update."""
         check_files(self._config)
+
+    def check_new_weights(self) -> None:
+        """Raise ConflictError if a feature holds something of the old weights that a request needs."""
+        for feature in self._features:
+            feature.check_new_weights()
+
+    def has_weights_of(self, model_dir: str) -> bool:
+        """Return whether the weights in use are those of a directory."""
+        return model_dir == self._config.model_dir
+
+    def use_weights_of(self, model_dir: str) -> None:
+        """Note that the weights of a directory are in use."""
+        config = self._config.with_weights(model_dir)
+        self._config = replace(config, files=states_of(config))
 
     @contextmanager
     def _fail_core_on_error(self) -> Iterator[None]:

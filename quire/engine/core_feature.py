@@ -32,7 +32,16 @@ class CoreAccess(Protocol):
         """Run a step; its updates are queued for the next output."""
 
     def check_files(self) -> None:
-        """Raise StartupError if the model's files are no longer those of the start."""
+        """Raise StartupError if the model's files are no longer those of the start, or of the last update."""
+
+    def check_new_weights(self) -> None:
+        """Raise ConflictError if a feature holds something of the old weights that a request needs."""
+
+    def has_weights_of(self, model_dir: str) -> bool:
+        """Return whether the weights in use are those of a directory."""
+
+    def use_weights_of(self, model_dir: str) -> None:
+        """Note that the weights of a directory are in use."""
 
 
 class CoreFeature:
@@ -109,6 +118,14 @@ class CoreFeature:
 
     def settle(self, run_step: Callable[[], object]) -> None:
         """End all work on the KV cache, which is about to be cleared or freed; a step may be run for that."""
+        return None
+
+    def check_new_weights(self) -> None:
+        """Check that the weights can be replaced now, while the scheduler is paused.
+
+        Raises:
+            ConflictError: the feature holds something of the old ones that a request needs.
+        """
         return None
 
     def close(self) -> None:

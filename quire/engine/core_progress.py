@@ -11,18 +11,50 @@ import hashlib
 import math
 import mmap
 import struct
+import time
 from collections.abc import Iterable, Set
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.scheduler.output import SchedulerOutput
 
+STAGES = ("starting", "weights", "warm_up", "kv_cache")
+"""Stages of loading: the process starts, weights are read, the largest steps run once, the KV cache is made."""
+
+
+class LoadingState(NamedTuple):
+    """Stage of a core that loads, with the bytes of weights read so far and altogether; 0: unknown."""
+
+    stage: str
+    done_bytes: int
+    total_bytes: int
+    elapsed_s: float
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimate of what is left of the weights; None: unknown."""
+        if not self.done_bytes or self.elapsed_s <= 0:
+            return None
+        return (self.total_bytes - self.done_bytes) * self.elapsed_s / self.done_bytes
+
+    def __str__(self) -> str:
+        """Return what a client reads: the stage, and what is left of it."""
+        text = f"the model is loading: {self.stage}"
+        if self.total_bytes:
+            text += f", {self.done_bytes / 1e9:.2f} of {self.total_bytes / 1e9:.2f} GB"
+        left_s = self.seconds_left
+        return text if left_s is None else f"{text}, about {math.ceil(left_s)} s left"
+
+
 _WORD = struct.Struct("<Q")
-_NUM_TURNS, _NUM_ROWS, _EXPECTED_US, _ROWS = (place * _WORD.size for place in range(4))
+_NUM_TURNS, _NUM_ROWS, _EXPECTED_US, _STAGE, _DONE, _TOTAL, _SINCE_US, _ROWS = (
+    place * _WORD.size for place in range(8)
+)
 
 
 class ProgressFile:
-    """File of words: loop iterations, number of requests in work, expected duration of the steps in work, and a digest
-    of each request's id.
+    """File of words: loop iterations, number of requests in work, expected duration of the steps in work, stage of
+    loading, and a digest of each request's id.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,6 +80,24 @@ class ProgressFile:
     def load(self) -> None:
         """Mark the core as loading, or unloading, until its next iteration."""
         _WORD.pack_into(self._memory, _NUM_TURNS, 0)
+
+    def note_loading(self, stage: str, done_bytes: int = 0, total_bytes: int = 0) -> None:
+        """Set the stage of loading, and what of it is done."""
+        number = STAGES.index(stage)
+        if number != self._word(_STAGE):
+            _WORD.pack_into(self._memory, _SINCE_US, int(time.monotonic() * 1e6))
+            _WORD.pack_into(self._memory, _STAGE, number)
+        _WORD.pack_into(self._memory, _DONE, done_bytes)
+        _WORD.pack_into(self._memory, _TOTAL, total_bytes)
+
+    @property
+    def loading(self) -> LoadingState | None:
+        """Stage of loading; None: the core's loop has begun. Times are of the machine's monotonic clock."""
+        if self.num_turns:
+            return None
+        elapsed_s = time.monotonic() - self._word(_SINCE_US) / 1e6
+        stage = STAGES[min(self._word(_STAGE), len(STAGES) - 1)]
+        return LoadingState(stage, self._word(_DONE), self._word(_TOTAL), elapsed_s)
 
     @property
     def expected_s(self) -> float | None:

@@ -29,7 +29,7 @@ from quire.engine.client import (
     make_clients,
     startup_errors,
 )
-from quire.engine.file_states import check_files
+from quire.engine.file_states import check_files, states_of
 from quire.engine.replicas.configs import replica_configs, with_meeting_directory
 from quire.engine.replicas.ray_replicas import RayReplicas
 from quire.engine.replicas.remote_replicas import JOIN_S, RemoteReplicaClient, RemoteReplicas
@@ -87,6 +87,10 @@ class Cores(ABC):
     @abstractmethod
     def watch(self, watcher: CoreWatcher) -> None:
         """Report the cores and their replacements to a watcher."""
+
+    @abstractmethod
+    def use_weights(self, model_dir: str) -> None:
+        """Start replacements with the weights of this directory."""
 
 
 def requests_in_work(client: CoreClient, in_flight: InFlightIds) -> set[str]:
@@ -213,6 +217,10 @@ class OwnCores(Cores):
             else [self._remote.client(number) for number in self.config.parallel.remote_replicas]
         )
 
+    def use_weights(self, model_dir: str) -> None:
+        changed = [config.with_weights(model_dir) for config in self._configs]
+        self._configs = [replace(config, files=states_of(config)) for config in changed]
+
     def _number(self, core: int) -> int:
         return self.config.parallel.first_replica + core
 
@@ -280,6 +288,9 @@ class BorrowedCores(Cores):
 
     def watch(self, watcher: CoreWatcher) -> None:
         raise AssertionError("borrowed cores cannot be watched")
+
+    def use_weights(self, model_dir: str) -> None:
+        raise AssertionError("the owner of the cores replaces their weights")
 
     def _attached(self, address: CoreAddress) -> AttachedClient | None:
         """Return a client; None if that core is gone already, which its owner will report."""

@@ -458,7 +458,7 @@ class FrontEnd:
 
     def check_awake(self) -> None:
         """Raise UnavailableError if the engine sleeps."""
-        if self.rest or self.is_falling_asleep:
+        if self.rest.refuses or self.is_falling_asleep:
             raise UnavailableError("the engine sleeps and takes no requests until it is woken", retry_after=2)
 
     # Requests
@@ -616,15 +616,15 @@ class FrontEnd:
         if self.core_ready is None:
             raise UnavailableError("the engine cannot sleep before it is ready", retry_after=2)
 
-    def sleep(self, level: int) -> tuple[list[Future[Any]], list[Outgoing]]:
-        """Put all cores to sleep, with their requests; a replacement core sleeps, too.
+    def sleep(self, level: int, *, admits: bool = False) -> tuple[list[Future[Any]], list[Outgoing]]:
+        """Put all cores to sleep, with their requests; a replacement core sleeps, too. `admits`: new ones are queued.
 
         Raises:
             UnavailableError: a core is not ready.
         """
         self.check_can_sleep()
-        self.rest = self.rest.deeper(level)
-        return self._call_all("sleep", level)
+        self.rest = self.rest.deeper(level, admits=admits)
+        return self.call_all("sleep", level)
 
     def wake_up(self, tags: Sequence[str]) -> tuple[EngineSleepState, list[Future[Any]], list[Outgoing]]:
         """Wake all cores; the returned sleep state is to be stored as `rest` once they have answered.
@@ -634,9 +634,10 @@ class FrontEnd:
         """
         self.check_health()
         self.is_falling_asleep = False
-        return self.rest.without(tags), *self._call_all("wake_up", list(tags))
+        return self.rest.without(tags), *self.call_all("wake_up", list(tags))
 
-    def _call_all(self, method: str, *args: Any) -> tuple[list[Future[Any]], list[Outgoing]]:
+    def call_all(self, method: str, *args: Any) -> tuple[list[Future[Any]], list[Outgoing]]:
+        """Call a utility of every core, each of which will answer."""
         calls = [self._calls.start(core, method, args) for core in range(len(self._ready))]
         return [call for call, _ in calls], [(core, message) for core, (_, message) in enumerate(calls)]
 

@@ -7,9 +7,11 @@ between two methods of the engine, never within one, so no core message is lost.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -22,9 +24,11 @@ from quire.engine.replicas.configs import replica_configs
 from quire.engine.sleep_state import check_level, check_mode, check_tags
 from quire.engine.startup import prepare
 from quire.errors import ConflictError, EngineDeadError, QuireError, ValidationError
+from quire.features import WEIGHT_UPDATES
 from quire.inputs import PromptType
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import StatLogger
+from quire.plugins import import_place
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.explain import Explanation
@@ -224,6 +228,43 @@ class LLMEngine:
             self._await(answers)
             self._front_end.rest = rest
 
+    @functools.cached_property
+    def weights(self) -> Any:
+        """Updates of the weights (`quire.training.updates.WeightUpdates`)."""
+        return import_place(WEIGHT_UPDATES["offline"])(self)
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights in use."""
+        return self._front_end.rest.weight_version
+
+    def note_weight_update(self, outcome: str, seconds: float) -> None:
+        """Count a weight update (see `StatLogger.weights_updated`)."""
+        self._front_end.stat_loggers.weights_updated(outcome, seconds)
+
+    def rename_weights(self, version: str) -> None:
+        """Set the version of the weights in use."""
+        self._front_end.rest = replace(self._front_end.rest, weight_version=version)
+
+    def replace_weights(self, model_dir: str, version: str) -> None:
+        """Use the weights of another directory, in all cores or in none; the engine sleeps at level 0.
+
+        Raises:
+            ValidationError: they do not fit the model, or the engine does not sleep; the old ones stay.
+        """
+        try:
+            self._call_each("prepare_weights", model_dir)
+        except QuireError:
+            if self._front_end.dead_error is None:
+                self._call_each("drop_weights")
+            raise
+        self._call_each("commit_weights", model_dir)
+        self.rename_weights(version)
+
+    def call_cores(self, method: str, *args: Any) -> list[Any]:
+        """Call a utility of every core, one after the other, and return the results."""
+        return self._call_each(method, *args)
+
     def explain(self, request_id: str) -> list[Explanation]:
         """Return the explanations of a request's waiting, one per sequence; `print` one to read it.
 
@@ -242,6 +283,8 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Stop the cores; later calls fail. May be called twice."""
         self._front_end.die(EngineDeadError("the engine was shut down"))
+        if "weights" in vars(self):
+            self.weights.close()
         for client in self._clients:
             client.close()
         self._front_end.stat_loggers.close()

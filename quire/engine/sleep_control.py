@@ -12,6 +12,8 @@ from quire.errors import ConflictError
 from quire.features import SLEEP_CONTROL
 from quire.plugins import import_place
 
+_MISSING = "this installation has no sleep mode (quire.sleep)"
+
 
 class OtherFrontEnds(Protocol):
     """Front ends of the same cores in other processes."""
@@ -43,13 +45,34 @@ class SleepControl:
         """True if a part is asleep or about to sleep."""
         return bool(self._front_end.rest) or self._front_end.is_falling_asleep
 
+    @property
+    def refuses(self) -> bool:
+        """True if new requests are refused."""
+        return self._front_end.rest.refuses or self._front_end.is_falling_asleep
+
     async def sleep(self, level: int, mode: str) -> None:
         """Put the cores to sleep; see `AsyncLLM.sleep`."""
-        raise ConflictError("this installation has no sleep mode (quire.sleep)")
+        raise ConflictError(_MISSING)
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """Stop planning steps; see `AsyncLLM.pause_generation`."""
+        raise ConflictError(_MISSING)
+
+    async def resume(self) -> None:
+        """Plan steps again; see `AsyncLLM.resume_generation`."""
+        raise ConflictError(_MISSING)
+
+    async def replace_weights(self, model_dir: str, version: str, adopt: Callable[[], None]) -> None:
+        """Use other weights in all cores or none; see `AsyncLLM.replace_weights`."""
+        raise ConflictError(_MISSING)
+
+    async def rename_weights(self, version: str) -> None:
+        """Set the version of the weights in use."""
+        raise ConflictError(_MISSING)
 
     async def wake_up(self, tags: Collection[str] | None) -> None:
         """Wake the tagged parts, or all; see `AsyncLLM.wake_up`."""
-        raise ConflictError("this installation has no sleep mode (quire.sleep)")
+        raise ConflictError(_MISSING)
 
 
 def make_sleep_control(front_end: FrontEnd, send: Callable[[list[Outgoing]], None]) -> SleepControl:

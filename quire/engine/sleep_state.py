@@ -8,7 +8,7 @@ agree without communication.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.errors import ConflictError, ValidationError
@@ -23,14 +23,21 @@ too.
 AWAKE = "awake"
 # Handling of requests in flight: abort them, wait for them, or continue them after waking.
 MODES = ("abort", "wait", "keep")
+FIRST_VERSION = "default"
+"""Version of the weights with which an engine starts."""
 
 
 @dataclass(frozen=True)
 class EngineSleepState:
-    """Deepest level requested since the engine was last awake, and the tags asleep now."""
+    """Deepest level requested since the engine was last awake, and the tags asleep now.
+
+    `admits`: new requests are queued, not refused. `weight_version` names the weights, asleep or not.
+    """
 
     level: int = 0
     asleep: frozenset[str] = frozenset()
+    admits: bool = False
+    weight_version: str = FIRST_VERSION
 
     def __bool__(self) -> bool:
         return bool(self.asleep)
@@ -49,9 +56,15 @@ class EngineSleepState:
         woken = [tag for tag in MEMORY_TAGS if self.level and tag not in self.asleep]
         return [("sleep", [self.level]), *([("wake_up", [woken])] if woken else [])]
 
-    def deeper(self, level: int) -> EngineSleepState:
-        """Return the state after sleeping to this level; deeper sleep continues."""
-        return EngineSleepState(max(self.level, level), self.asleep | LEVELS[level])
+    @property
+    def refuses(self) -> bool:
+        """True if new requests are refused."""
+        return bool(self.asleep) and not self.admits
+
+    def deeper(self, level: int, *, admits: bool = False) -> EngineSleepState:
+        """Return the state after sleeping to this level; deeper sleep continues, and so does a refusal of requests."""
+        admits = admits and not self.refuses
+        return replace(self, level=max(self.level, level), asleep=self.asleep | LEVELS[level], admits=admits)
 
     def without(self, tags: Collection[str]) -> EngineSleepState:
         """Return the state after waking these tags. Scheduling wakes by itself once all memory is restored.
@@ -64,7 +77,9 @@ class EngineSleepState:
             raise ConflictError("the KV cache cannot wake before the weights: wake weights, too, or first")
         if SCHEDULING in tags and left:
             raise ConflictError(f"scheduling cannot wake before {', '.join(sorted(left))}")
-        return EngineSleepState(self.level, left) if left.intersection(MEMORY_TAGS) else EngineSleepState()
+        if left.intersection(MEMORY_TAGS):
+            return replace(self, asleep=left)
+        return EngineSleepState(weight_version=self.weight_version)
 
 
 def check_level(level: Any) -> int:

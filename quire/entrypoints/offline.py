@@ -67,10 +67,10 @@ class OfflineEngine:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of the worker by name, or a function with the worker as its first argument.
+        """Call a method of the extension class or the worker by name, or a function with the worker as first argument.
 
-        Returns a list of one result, since the worker must be in this process. `timeout` must be None: the call runs
-        in this thread.
+        Returns the result of each worker. Workers in other processes can be called by the names of the extension class
+        (`worker_extension_cls`) alone, with plain data. `timeout` must be None: the call runs in this thread.
 
         Raises:
             ValidationError: the workers are in other processes, or there is a timeout.
@@ -79,8 +79,18 @@ class OfflineEngine:
         if timeout is not None:
             raise ValidationError("collective_rpc runs in this thread and takes no timeout", param="timeout")
 
+        config = self.llm_engine.config
+        is_elsewhere = config.parallel.num_ranks * config.parallel.num_replicas > 1
+        if is_elsewhere and isinstance(method, str) and config.training.worker_extension_cls:
+            terms = [method, list(args), dict(kwargs or {})]
+            each = self.llm_engine.call_cores("call_workers", "collective_rpc", terms)
+            return [result for ranks in each for result in ranks]
+
         def call(worker: Any) -> Any:
-            function = getattr(worker, method) if isinstance(method, str) else partial(method, worker)
+            owner = (
+                worker.extension if isinstance(method, str) and hasattr(worker.extension, method) else worker
+            )
+            function = getattr(owner, method) if isinstance(method, str) else partial(method, worker)
             return function(*args, **(kwargs or {}))
 
         return [self.llm_engine.run_on_worker(call)]
@@ -93,6 +103,11 @@ class OfflineEngine:
             Exception: as the function raises.
         """
         return [self.llm_engine.run_on_worker(lambda worker: function(worker.model))]
+
+    @property
+    def weights(self) -> Any:
+        """Updates of the weights (`quire.training.updates.WeightUpdates`)."""
+        return self.llm_engine.weights
 
     def get_metrics(self) -> list[Metric]:
         """Return the engine's metrics since its start, under vLLM's names.

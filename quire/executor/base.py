@@ -29,14 +29,21 @@ def _forget(request_ids: Sequence[str]) -> None:
     """Keep no record."""
 
 
+def _forget_loading(stage: str, done_bytes: int = 0, total_bytes: int = 0) -> None:
+    """Keep no record."""
+
+
 class Executor(ABC):
     """Owner of one or more workers.
 
     Attributes:
         note_encoding: receives the requests whose media are encoded next, before each `encode_media`; none after it.
+        note_loading: receives the stage of loading ("weights", "warm_up", "kv_cache"), with the bytes of weights read
+            so far and altogether, if known.
     """
 
     note_encoding: Callable[[Sequence[str]], None] = staticmethod(_forget)
+    note_loading: Callable[..., None] = staticmethod(_forget_loading)
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -102,6 +109,33 @@ class Executor(ABC):
         Raises:
             StartupError: they cannot be loaded, or memory does not suffice; they stay asleep.
         """
+
+    def prepare_weights(self, model_dir: str) -> None:
+        """Load the weights of another directory beside those in use, on all workers or on none.
+
+        Raises:
+            StartupError: they do not fit the model, are damaged, or there is no memory for both.
+            ValidationError: this executor cannot.
+        """
+        raise ValidationError(
+            f"{type(self).__name__} cannot replace weights; start the server again with them"
+        )
+
+    def commit_weights(self) -> None:
+        """Use the prepared weights from now on. No step is in flight and there is no row; the cache is empty."""
+        raise NotImplementedError("prepare_weights() comes first")
+
+    def drop_weights(self) -> None:
+        """Drop prepared weights, if there are any."""
+        return None
+
+    def call_workers(self, name: str, args: Sequence[Any]) -> list[Any]:
+        """Return the result of a feature's function (`quire.features.WORKER_CALLS`) on each worker, as plain data.
+
+        Raises:
+            ValidationError: this executor has no worker.
+        """
+        raise ValidationError(f"{type(self).__name__} has no worker that could be called")
 
     def use_vocabulary(self, source: Callable[[], Vocabulary]) -> None:
         """Set the source of the model's vocabulary, for requests with a grammar."""

@@ -17,6 +17,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
@@ -210,6 +211,7 @@ class NullExecutor(Executor):
         self._holders: Counter[int] = Counter()
         self._last_step_id = 0
         self._asleep: set[str] = set()
+        self._has_new_weights = False
         self._submitted: deque[tuple[SchedulerOutput, frozenset[bytes]]] = deque()
         self._encoded: frozenset[bytes] = frozenset()  # when the plan being executed was submitted
 
@@ -242,6 +244,26 @@ class NullExecutor(Executor):
         assert self._kv_config is not None
         if tag == "kv_cache":
             self._cache = FingerprintCache(self._kv_config.num_blocks, self._kv_config.num_host_blocks)
+
+    def prepare_weights(self, model_dir: str) -> None:
+        check("weights" not in self._asleep, "prepare_weights() while the weights are asleep")
+        self._has_new_weights = True
+
+    def commit_weights(self) -> None:
+        """Discard the cache, whose content was computed with the old weights."""
+        check(self._has_new_weights, "commit_weights() without prepare_weights()")
+        check(not self._submitted, "commit_weights() while a step is in flight")
+        check(not self._rows and not +self._holders, f"commit_weights() with rows {[*self._rows]}")
+        self._has_new_weights = False
+        if "kv_cache" not in self._asleep:
+            assert self._kv_config is not None
+            self._cache = FingerprintCache(self._kv_config.num_blocks, self._kv_config.num_host_blocks)
+
+    def drop_weights(self) -> None:
+        self._has_new_weights = False
+
+    def call_workers(self, name: str, args: Sequence[Any]) -> list[Any]:
+        return [None]
 
     def prepare_adapter(self, request: AdapterRequest) -> Future[None]:
         """Register the adapter for the checks of plans."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
@@ -147,6 +147,7 @@ class UniprocExecutor(Executor):
         self._steps: deque[Callable[[], Callable[[], ModelRunnerOutput]]] = deque()
 
     def load(self) -> None:
+        self._worker.note_loading = self.note_loading
         self._lane.start(self._worker.load)()
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
@@ -172,6 +173,18 @@ class UniprocExecutor(Executor):
         failure = self._lane.start(partial(_startup_error, partial(self._worker.wake_up, tag)))()
         if failure is not None:
             raise failure
+
+    def prepare_weights(self, model_dir: str) -> None:
+        self._lane.start(partial(_outcome, partial(self._worker.prepare_weights, model_dir)))().result()
+
+    def commit_weights(self) -> None:
+        self._lane.start(self._worker.commit_weights)()
+
+    def drop_weights(self) -> None:
+        self._lane.start(self._worker.drop_weights)()
+
+    def call_workers(self, name: str, args: Sequence[Any]) -> list[Any]:
+        return [self._lane.start(partial(_outcome, partial(self._worker.call, name, args)))().result()]
 
     def use_vocabulary(self, source: Callable[[], Vocabulary]) -> None:
         self._worker.calls["use_vocabulary"](source)
@@ -211,6 +224,16 @@ class UniprocExecutor(Executor):
     def _execute(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Run a step on the lane; returns a function that waits for the result."""
         return self._worker.submit(plan)
+
+
+def _outcome(call: Callable[[], Result]) -> Future[Result]:
+    """Return the result or the error of a call whose failure leaves the worker as it was, and does not end the lane."""
+    done: Future[Result] = Future()
+    try:
+        done.set_result(call())
+    except Exception as error:  # raised to the caller
+        done.set_exception(error)
+    return done
 
 
 def _startup_error(call: Callable[[], None]) -> StartupError | None:

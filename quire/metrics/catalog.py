@@ -48,6 +48,7 @@ def token_buckets(max_model_len: int) -> list[int]:
 
 PREFIX = "quire:"
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+WEIGHT_UPDATE_ENDS = ("finished", "failed", "aborted")
 ENGINE = ("model_name", "engine")  # Labels of per-core metrics; `engine` is the index of the core.
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
 CACHE_CONFIG_LABELS = {
@@ -96,6 +97,22 @@ METRICS = (
         "1 for the core's sleep state; weights_offloaded is sleep at level 1, wherever the weights are.",
         (*ENGINE, "sleep_state"),
         SLEEP_STATES,
+    ),
+    MetricInfo(
+        "counter",
+        "weight_updates",
+        "Weight updates by their end; the old weights stay unless it is finished (docs/training.md).",
+        ("model_name", "outcome"),
+        WEIGHT_UPDATE_ENDS,
+        vllm=None,
+    ),
+    MetricInfo(
+        "histogram",
+        "weight_update_seconds",
+        "From the last message of a weight update until the new weights are in use.",
+        ("model_name",),
+        buckets=HTTP_S,
+        vllm=None,
     ),
     MetricInfo(
         "gauge",

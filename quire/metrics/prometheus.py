@@ -104,6 +104,11 @@ class PrometheusStatLogger(StatLogger):
         self._cache_config = make_family("cache_config_info", registry)
         self._lora_requests = make_family("lora_requests_info", registry)
         self._adapters: dict[int, AdapterStats] = {}
+        updates = make_family("weight_updates", registry)
+        self._weight_updates = {
+            outcome: updates.labels(model_name, outcome) for outcome in BY_NAME["weight_updates"].values
+        }
+        self._weight_update_s = make_family("weight_update_seconds", registry).labels(model_name)
         rejections = make_family("admission_rejections", registry)
         self._rejections = {
             limit: rejections.labels(model_name, limit) for limit in BY_NAME["admission_rejections"].values
@@ -137,6 +142,11 @@ class PrometheusStatLogger(StatLogger):
     def rested(self, state: str) -> None:
         for core in self._cores.values():
             core.record_rest(state)
+
+    def weights_updated(self, outcome: str, seconds: float) -> None:
+        self._weight_updates[outcome].inc()
+        if outcome == "finished":
+            self._weight_update_s.observe(seconds)
 
     def refused(self, limit: str) -> None:
         self._rejections[limit].inc()

@@ -104,6 +104,11 @@ class StatLogger(ABC):
     def rested(self, state: str) -> None:  # noqa: B027
         """Record a change of the sleep state: "awake", "weights_offloaded" or "discard_all"."""
 
+    def weights_updated(self, outcome: str, seconds: float) -> None:  # noqa: B027
+        """Record the end of a weight update: "finished", "failed" or "aborted", and the seconds from its last message
+        until the new weights were in use.
+        """
+
     def refused(self, limit: str) -> None:  # noqa: B027
         """Record a refused request (full queue or short memory); `limit` is the option."""
 
@@ -141,6 +146,9 @@ class StatLoggerGroup(StatLogger):
 
     def rested(self, state: str) -> None:
         self._notify_all(lambda one: one.rested(state))
+
+    def weights_updated(self, outcome: str, seconds: float) -> None:
+        self._notify_all(lambda one: one.weights_updated(outcome, seconds))
 
     def refused(self, limit: str) -> None:
         self._notify_all(lambda one: one.refused(limit))

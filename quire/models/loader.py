@@ -36,6 +36,7 @@ from quire.models.weights import (
     AnyWeights,
     CheckpointWeights,
     MappedCopy,
+    NoteBytes,
     RandomWeights,
     TensorReader,
     Weights,
@@ -50,11 +51,17 @@ _ALIGNMENT = 64
 
 @torch.no_grad()
 def load_model(
-    config: EngineConfig, shard: Shard = WHOLE, stage: Stage = ALL, *, prefix: str = ""
+    config: EngineConfig,
+    shard: Shard = WHOLE,
+    stage: Stage = ALL,
+    *,
+    prefix: str = "",
+    note: NoteBytes | None = None,
 ) -> CausalLM:
     """Return the model of a prepared config, without its KV cache: a stage's layers, a rank's shard of each.
 
-    `prefix`, with its dot, precedes the names of its layers if an engine has several models.
+    `prefix`, with its dot, precedes the names of its layers if an engine has several models. `note` receives the bytes
+    read so far and altogether.
 
     Raises:
         UnsupportedModelError: the architecture is not registered.
@@ -67,7 +74,7 @@ def load_model(
     cache = _cache(model)
     tensors = cache.read() if cache is not None else None
     if tensors is None:
-        _fill(model, _weights(model, config))
+        _fill(model, _weights(model, config, note))
         if cache is not None:
             cache.write(_final_tensors(model))
     else:
@@ -179,12 +186,12 @@ def _restore(model: CausalLM, tensors: Mapping[str, Tensor]) -> None:
         layer.restore(by_layer[place])
 
 
-def _weights(model: CausalLM, config: EngineConfig) -> Weights:
+def _weights(model: CausalLM, config: EngineConfig, note: NoteBytes | None = None) -> Weights:
     if config.load.load_format == "dummy":
         return RandomWeights(config.model.seed)
     show_progress = config.observability.enable_progress
     reader = tensor_reader(torch.device(device_type(config)))
-    return CheckpointWeights(model, Path(config.model_dir), reader, show_progress=show_progress)
+    return CheckpointWeights(model, Path(config.model_dir), reader, show_progress=show_progress, note=note)
 
 
 def tensor_reader(device: torch.device) -> TensorReader:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -48,6 +48,10 @@ _LEGACY_NORM = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
 _HOST = torch.device("cpu")
 _NUM_DRAWN = (1 << 20) - 3
 """A prime, so that no two rows of a weight repeat numbers at the same columns."""
+
+
+NoteBytes = Callable[[int, int], None]
+"""Receives the bytes read so far and altogether."""
 
 
 class Weights(Protocol):
@@ -103,7 +107,13 @@ class CheckpointWeights:
     """
 
     def __init__(
-        self, model: CausalLM, model_dir: Path, reader: TensorReader, *, show_progress: bool
+        self,
+        model: CausalLM,
+        model_dir: Path,
+        reader: TensorReader,
+        *,
+        show_progress: bool,
+        note: NoteBytes | None = None,
     ) -> None:
         files = open_files(model_dir, model.folders, model.config.arch.part_of)
         self._sources = _plan(model, files, model_dir)
@@ -114,6 +124,7 @@ class CheckpointWeights:
             if show_progress
             else None
         )
+        self._note, self._done, self._total = note, 0, total
         self._reader = reader
         self._in_use: list[tuple[TensorFile, TensorInfo, Slot]] = []
 
@@ -143,8 +154,11 @@ class CheckpointWeights:
     def end_layer(self) -> None:
         for file, info, slot in self._in_use:
             file.release(info)
+            self._done += _num_bytes(info, slot)
             if self._progress is not None:
                 self._progress.update(_num_bytes(info, slot))
+        if self._note is not None:
+            self._note(self._done, self._total)
         self._num_slots_left -= len(self._in_use)
         self._in_use.clear()
         if not self._num_slots_left:

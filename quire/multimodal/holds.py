@@ -23,7 +23,7 @@ from quire.config import EngineConfig
 from quire.engine.core_feature import CoreFeature
 from quire.engine.messages import EngineCoreRequest
 from quire.engine.step_loop import Clock
-from quire.errors import ValidationError
+from quire.errors import ConflictError, ValidationError
 from quire.executor.base import Executor
 from quire.media import EncodeProgress, MediaItem
 from quire.scheduler.explain import Cause
@@ -123,6 +123,11 @@ class EmbeddingTable:
         entry.num_bytes, entry.is_ready = num_bytes, True
         return self._evict()
 
+    @property
+    def has_ready(self) -> bool:
+        """True if an entry is encoded."""
+        return any(entry.is_ready for entry in self._entries.values())
+
     def clear_unused(self) -> list[bytes]:
         """Remove all entries without a user; returns their digests."""
         digests = list(self._unused)
@@ -200,6 +205,20 @@ class MediaHolds(CoreFeature):
         self._end_gone()
         self._drop(self._table.clear_unused())
         return not self._users
+
+    def check_new_weights(self) -> None:
+        """Drop unused embeddings, which the old weights computed.
+
+        Raises:
+            ConflictError: requests use embeddings of the old weights.
+        """
+        self._end_gone()
+        self._drop(self._table.clear_unused())
+        if self._table.has_ready:
+            raise ConflictError(
+                "requests in flight use embeddings of images or other media that the old weights computed: pause with "
+                "mode=wait or mode=abort"
+            )
 
     def holds_for(self, message: EngineCoreRequest) -> list[Hold]:
         """Return the hold of a request with media.

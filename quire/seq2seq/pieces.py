@@ -33,7 +33,7 @@ _NO_PIECE = "\U0010ffffunknown"
 
 
 @dataclass(frozen=True)
-class Piece:
+class VocabularyPiece:
     """Piece of a vocabulary with its score, the greater the likelier, and its kind."""
 
     text: str
@@ -59,7 +59,7 @@ class PieceModel:
             raise ModelLoadError(f"{path}: must be a file of at most {MAX_BYTES} bytes")
         trainer: dict[int, int | bytes] = {}
         normalizer: dict[int, int | bytes] = {}
-        pieces: list[Piece] = []
+        pieces: list[VocabularyPiece] = []
         for number, value in _fields(path.read_bytes()):
             if number == _PIECES:
                 pieces.append(_piece(_message(value)))
@@ -184,11 +184,11 @@ def _length(first: int) -> int:
     return 1 if first < 0x80 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
 
 
-def _piece(fields: dict[int, int | bytes]) -> Piece:
+def _piece(fields: dict[int, int | bytes]) -> VocabularyPiece:
     text, score, kind = fields.get(1, b""), fields.get(2, 0), fields.get(3, NORMAL)
     if not isinstance(text, bytes) or not isinstance(score, int) or not isinstance(kind, int):
         raise TypeError("a piece has fields of other kinds")
-    return Piece(text.decode(), struct.unpack("<f", struct.pack("<I", score))[0], kind)
+    return VocabularyPiece(text.decode(), struct.unpack("<f", struct.pack("<I", score))[0], kind)
 
 
 def _message(value: int | bytes) -> dict[int, int | bytes]:
@@ -232,6 +232,6 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
     raise OverflowError(f"a number has more than 64 bits, at byte {place}")
 
 
-def ids_of(pieces: Sequence[Piece], vocabulary: dict[str, int], unknown: int) -> list[int]:
+def ids_of(pieces: Sequence[VocabularyPiece], vocabulary: dict[str, int], unknown: int) -> list[int]:
     """Return the vocabulary's id of each piece, and of unknown characters at the end."""
     return [*(vocabulary.get(piece.text, unknown) for piece in pieces), unknown]

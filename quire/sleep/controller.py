@@ -10,10 +10,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from quire.engine.front_end import FrontEnd, Outgoing
 from quire.engine.sleep_control import OtherFrontEnds, SleepControl
-from quire.engine.sleep_state import EngineSleepState, check_level, check_mode, check_tags
+from quire.engine.sleep_state import (
+    SCHEDULING,
+    WEIGHTS,
+    EngineSleepState,
+    check_level,
+    check_mode,
+    check_tags,
+)
 from quire.errors import ConflictError
 
 IDLE_POLL_S = 0.02  # Interval at which the end of all requests is polled.
@@ -43,11 +51,11 @@ class SleepController(SleepControl):
         self._waking = set[asyncio.Task[None]]()
         self.others = NoOtherFrontEnds()
 
-    async def sleep(self, level: int, mode: str) -> None:
-        """Abort, await or keep the requests in flight, then put the cores to sleep."""
+    async def sleep(self, level: int, mode: str, *, admits: bool = False) -> None:
+        """Abort, await or keep the requests in flight, then put the cores to sleep; `admits`: queue new requests."""
         level, mode = check_level(level), check_mode(mode)
         self._front_end.check_can_sleep()
-        self._front_end.is_falling_asleep = True
+        self._front_end.is_falling_asleep = not admits
         try:
             await self._notify()
             if mode == "abort":
@@ -56,7 +64,7 @@ class SleepController(SleepControl):
             elif mode == "wait":
                 await self._until_idle()
             async with self._lock:
-                answers, messages = self._front_end.sleep(level)
+                answers, messages = self._front_end.sleep(level, admits=admits)
                 self._send(messages)
                 await asyncio.gather(*map(asyncio.wrap_future, answers))
         finally:
@@ -77,6 +85,66 @@ class SleepController(SleepControl):
             await asyncio.gather(*map(asyncio.wrap_future, answers))
             self._front_end.rest = rest
             await self._notify()
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """Stop planning steps; with "keep" new requests are queued, else refused. Without cache, kept requests are
+        computed again.
+        """
+        await self.sleep(0, mode, admits=check_mode(mode) == "keep")
+        if clear_cache and WEIGHTS not in self._front_end.rest.asleep:
+            async with self._lock:
+                await self._all("forget_cache")
+
+    async def resume(self) -> None:
+        """Plan steps again.
+
+        Raises:
+            ConflictError: memory is asleep.
+        """
+        await self.wake_up([SCHEDULING])
+
+    async def replace_weights(self, model_dir: str, version: str, adopt: Callable[[], None]) -> None:
+        """Load weights beside those in use on all cores, then use them on all, even if the caller is cancelled.
+
+        Args:
+            adopt: is called in between; a core that starts later must have the new ones.
+
+        Raises:
+            ValidationError: they do not fit, or the engine is not paused; the old ones stay on all cores.
+        """
+        replacing = asyncio.create_task(self._replace_weights(model_dir, version, adopt))
+        self._waking.add(replacing)
+        replacing.add_done_callback(self._waking.discard)
+        await asyncio.shield(replacing)
+
+    async def _replace_weights(self, model_dir: str, version: str, adopt: Callable[[], None]) -> None:
+        async with self._lock:
+            try:
+                await self._all("prepare_weights", model_dir)
+            except Exception:
+                await self._all("drop_weights")
+                raise
+            adopt()
+            await self._all("commit_weights", model_dir)
+            await self._rename_weights(version)
+
+    async def rename_weights(self, version: str) -> None:
+        """Set the version of the weights in use."""
+        async with self._lock:
+            await self._rename_weights(version)
+
+    async def _rename_weights(self, version: str) -> None:
+        self._front_end.rest = replace(self._front_end.rest, weight_version=version)
+        await self._notify()
+
+    async def _all(self, method: str, *args: object) -> None:
+        """Call a utility of every core, and wait for all answers; then raise the first error."""
+        answers, messages = self._front_end.call_all(method, *args)
+        self._send(messages)
+        found = await asyncio.gather(*map(asyncio.wrap_future, answers), return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
 
     async def _notify(self) -> None:
         await self.others.rest(self._front_end.rest, is_falling_asleep=self._front_end.is_falling_asleep)

@@ -36,10 +36,10 @@ from quire.speech.turns import (
     FIELD,
     Speech,
     Started,
-    Stopped,
     TurnDetection,
     TurnEvent,
     Turns,
+    TurnStopped,
     read_turn_detection,
 )
 from quire.speech.voice import load_detector
@@ -240,7 +240,7 @@ class Session:
                 case Speech(samples):
                     self._buffer.add(samples, RATE)
                     await self._pass_windows()
-                case Stopped(at_ms):
+                case TurnStopped(at_ms):
                     await self._send_turn("speech_stopped", audio_end_ms=at_ms)
                     await self._end_text()
                     await self._send_turn("committed")

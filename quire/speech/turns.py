@@ -84,7 +84,7 @@ class Started(NamedTuple):
     at_ms: int
 
 
-class Stopped(NamedTuple):
+class TurnStopped(NamedTuple):
     """End of a turn."""
 
     at_ms: int
@@ -96,7 +96,7 @@ class Speech(NamedTuple):
     samples: Samples
 
 
-TurnEvent = Started | Stopped | Speech
+TurnEvent = Started | TurnStopped | Speech
 
 
 class Turns:
@@ -137,7 +137,7 @@ class Turns:
         samples = np.concatenate(last)
         self.num_samples += len(samples)
         self.is_open = False
-        return [Speech(samples), Stopped(_ms(self.num_samples))]
+        return [Speech(samples), TurnStopped(_ms(self.num_samples))]
 
     def _chunk(self, chunk: Samples) -> Iterator[TurnEvent]:
         settings, probability = self._settings, self._voice.feed(chunk)
@@ -158,7 +158,7 @@ class Turns:
         yield Speech(chunk)
         if self._silence * 1000 >= settings.silence_duration_ms * RATE:
             self.is_open = False
-            yield Stopped(_ms(self.num_samples))
+            yield TurnStopped(_ms(self.num_samples))
 
 
 def _joined(events: Iterator[TurnEvent]) -> list[TurnEvent]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.vllm_names.row import suggestion
 
-_WEIGHTS = "load new weights by starting again, or use an adapter (docs/lora.md)"
+_WEIGHTS = "new weights are taken by weights.begin, update and finish (docs/training.md)"
 _TRAINING = (
     "init_weight_transfer_engine shutdown_weight_transfer_engine start_weight_update start_draft_weight_update "
     "update_weights finish_weight_update update_weight_version get_weight_version"
@@ -54,10 +54,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "is_stopped": "errored is true once the engine has ended",
         "is_tracing_enabled": "set otlp_traces_endpoint",
         "do_log_stats": "add_stat_logger(LoggingStatLogger()) of quire.metrics.logging logs",
-        "collective_rpc": "the engine core is another process; call LLM.collective_rpc, whose core is not",
-        "pause_generation": "call sleep(0), which suspends requests",
-        "resume_generation": "call wake_up()",
-        "is_paused": "is_sleeping",
         "pin_lora": "max_cpu_loras is the number of adapters that are kept",
         "scale_elastic_ep": "the number of replicas is fixed at start",
         "wait_for_requests_to_drain": "await the generators of the requests",

@@ -64,7 +64,8 @@ _LOADING = (
         "qlora_adapter_name_or_path", "give the adapter with --enable-lora --lora-modules NAME=DIRECTORY"
     ),
     accepted(
-        "weight_transfer_config", "load new weights by starting again, or use an adapter (docs/lora.md)"
+        "weight_transfer_config",
+        "each update names its source: directory, segment or address (docs/training.md)",
     ),
 )
 
@@ -160,11 +161,6 @@ _PARALLEL = (
         "worker_cls",
         "the worker is chosen by --device; another device is a plug-in of quire.devices (docs/plugins.md)",
         ("auto",),
-    ),
-    refused(
-        "worker_extension_cls",
-        "methods of workers come from the executor; a plug-in of quire.executors adds some (docs/plugins.md)",
-        ("",),
     ),
 )  # fmt: skip
 

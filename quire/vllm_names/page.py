@@ -59,7 +59,7 @@ What differs:
 - **The tokenizer** is quire's own. It has `encode`, `decode` and `apply_chat_template`; `decode` skips special tokens
   unless told otherwise. `transformers.AutoTokenizer` has the rest.
 - **`LLM.get_metrics`** needs `disable_log_stats=False`; **`LLM.collective_rpc`** and **`apply_model`** reach the worker
-  of one rank, which is in the same process.
+  of one rank, which is in the same process; methods of `worker_extension_cls` are called on every rank.
 - **Drafts** of `speculative_config` never change a text, at any temperature.
 - **Unknown fields** of requests are ignored and named in the reply, or refused with `--unknown-fields reject`.
 

@@ -128,6 +128,15 @@ class WorkerFeature:
         """Drop what `load` has loaded."""
         return None
 
+    def prepare(self, config: EngineConfig, model: CausalLM) -> Callable[[], None]:
+        """Load what the feature needs of a model with new weights; calling the result uses it in place of the old."""
+
+        def use() -> None:
+            self._config = config
+            self.load(model)
+
+        return use
+
     def launch_kernels(self) -> None:
         """Launch the kernels that no rehearsed step reaches, so that they are compiled."""
         return None

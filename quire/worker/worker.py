@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.features import MEDIA_ENCODER, PARKED_WEIGHTS, ROW_MOVER
+from quire.features import MEDIA_ENCODER, PARKED_WEIGHTS, ROW_MOVER, WORKER_CALLS, WORKER_EXTENSION
 from quire.kv_cache.rows import RowMover, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts, fit_states
 from quire.layers.experts import take_part
@@ -66,6 +66,15 @@ def refused_memory(purpose: str, remedy: str) -> Iterator[None]:
         raise StartupError(f"not enough memory for {purpose} ({tried}); {remedy}") from error
 
 
+class LoadedModels(NamedTuple):
+    """Models with weights of one checkpoint; calling `uses` gives features what they loaded beside."""
+
+    config: EngineConfig
+    model: CausalLM
+    encoder: MediaEncoder | None
+    uses: list[Callable[[], None]]
+
+
 class ParkedModels(Protocol):
     """Models whose weights are on the host."""
 
@@ -103,6 +112,10 @@ class Worker:
             name: call for feature in self.features.values() for name, call in feature.calls.items()
         }
         """Functions of features for the executor."""
+        self.extension: Any = None
+        self.note_loading: Callable[..., None] = lambda *progress: None  # See `Executor.note_loading`.
+        self._beside: LoadedModels | None = None  # New weights, until they are committed or dropped.
+        self._tensors: tuple[Tensor, ...] = ()  # KV cache of the runner.
 
     def load(self) -> None:
         """Load the weights and run the model once.
@@ -111,11 +124,14 @@ class Worker:
             StartupError: the checkpoint cannot be loaded, or the machine has no memory for it.
         """
         started = time.monotonic()
+        if self._config.training.worker_extension_cls:
+            self.extension = import_place(WORKER_EXTENSION)(self)
         self._device.start(self._config)
         with refused_memory("the model", "reduce it with --max-model-len, --dtype or --quantization"):
             self._stage = resolve_stage_sizes(self._config, self._shard, self._stage)
             self._load_model()
             loaded = time.monotonic()
+            self.note_loading("warm_up")
             self._warm_up()
         logger.info(
             "model loaded in %.2f s, warmed up in %.2f s", loaded - started, time.monotonic() - loaded
@@ -139,12 +155,16 @@ class Worker:
         """
         kv_config = self._kv_config = kv_config.of_layers(self.kv_cache_specs())
         with refused_memory("the KV cache", "reduce --kv-cache-memory-bytes or --swap-space"):
-            tensors, transfers = self._bind_cache(kv_config), self._device.transfers
-            shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in tensors]
+            self._tensors, transfers = self._bind_cache(kv_config), self._device.transfers
+            shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in self._tensors]
             host_tier = [transfers.host_memory(shape) for shape in shapes]
-        self._copier = BlockCopier(tensors, host_tier, transfers.copy_blocks)
+        self._copier = BlockCopier(self._tensors, host_tier, transfers.copy_blocks)
         if self._rows is not None:
             self._rows.use(host_tier)
+        self._make_runner(kv_config)
+
+    def _make_runner(self, kv_config: KVCacheConfig) -> None:
+        """Build the model runner over a bound KV cache."""
         self._runner = ModelRunner(
             self._loaded(),
             self._config,
@@ -230,6 +250,7 @@ class Worker:
         if self._runner is not None:
             self._runner.read_all()
             self._runner = self._copier = None
+            self._tensors = ()
             if self._rows is not None:
                 self._rows.use([])
             self._bind_minimal_cache()
@@ -261,16 +282,67 @@ class Worker:
         assert self._kv_config is not None, "wake_up of a KV cache that was never initialized"
         self.initialize_kv_cache(self._kv_config)
 
+    def prepare_weights(self, model_dir: str) -> None:
+        """Load the weights of another directory beside those in use, which go on to be used.
+
+        Raises:
+            StartupError: they do not fit the model, are damaged, or there is no memory for both.
+        """
+        self._beside = None
+        with refused_memory("a second copy of the weights", "free memory, or reduce --kv-cache-memory-bytes"):
+            config, encoder = self._config.with_weights(model_dir), None
+            model = load_model(config, self._shard, self._stage)
+            if model.takes_media and self._stage.is_first:
+                encoder = import_place(MEDIA_ENCODER)(config)
+            uses = [feature.prepare(config, model) for feature in self.features.values()]
+            self._beside = LoadedModels(config, model, encoder, uses)
+
+    def commit_weights(self) -> None:
+        """Use the prepared weights from now on; no step is in flight and there is no row. The KV cache stays allocated.
+
+        Everything that was computed from the old ones, or has their addresses, goes with them.
+        """
+        beside, self._beside = self._beside, None
+        assert beside is not None, "commit_weights() without prepare_weights()"
+        if self._runner is not None:
+            self._runner.read_all()
+            self._runner = None
+        self._config, self._model, self._encoder, uses = beside
+        for use in uses:
+            use()
+        del beside
+        self._device.memory.give_back()
+        if self._rows is not None:  # its store holds rows of the old weights
+            self._rows.close()
+            self._rows = import_place(ROW_MOVER)(self._config, self._kv_config, self._shard, self._stage)
+            self.rows.use([] if self._copier is None else self._copier.host)
+        if self._copier is None:
+            self._bind_minimal_cache()
+        else:
+            assert self._kv_config is not None
+            bind_kv_cache(self._models(), self._kv_config, self._tensors)
+            self._make_runner(self._kv_config)
+
+    def drop_weights(self) -> None:
+        """Drop prepared weights, if there are any."""
+        self._beside = None
+        self._device.memory.give_back()
+
+    def call(self, name: str, args: Sequence[Any]) -> Any:
+        """Return the result of a feature's function (`quire.features.WORKER_CALLS`) with this worker."""
+        return import_place(WORKER_CALLS[name])(self, *args)
+
     def shutdown(self) -> None:
         if self._rows is not None:
             self._rows.close()
-        self._model = self._runner = self._copier = self._encoder = None
+        self._model = self._runner = self._copier = self._encoder = self._beside = None
         for feature in self.features.values():
             feature.close()
 
     def _load_model(self) -> None:
         """Load the model, and what features add to it."""
-        self._model = load_model(self._config, self._shard, self._stage)
+        note = partial(self.note_loading, "weights")
+        self._model = load_model(self._config, self._shard, self._stage, note=note)
         if self._model.takes_media and self._stage.is_first and self._encoder is None:
             self._encoder = import_place(MEDIA_ENCODER)(self._config)
         for feature in self.features.values():
@@ -293,6 +365,21 @@ class Worker:
             encodes=whole is not None and whole.encoder_length > 0,
             encodes_any_length=whole is not None and whole.reads_text,
         )
+
+    @property
+    def config(self) -> EngineConfig:
+        """Configuration, with the directory of the weights in use."""
+        return self._config
+
+    @property
+    def rank(self) -> int:
+        """Number among the ranks of its replica."""
+        return self._stage.index * self._shard.of + self._shard.rank
+
+    @property
+    def shard(self) -> Shard:
+        """Tensor-parallel shard."""
+        return self._shard
 
     @property
     def model(self) -> CausalLM:

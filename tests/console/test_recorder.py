@@ -16,7 +16,9 @@ from quire.console.frames import CACHED, HELD, SHARED, BlockStates, Frame
 from quire.console.recorder import LEASE_S, MIN_INTERVAL_S, ConsoleRecorder
 from quire.engine.core_feature import CoreFeature
 from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.rows import RowStoreInfo
 from quire.kv_cache.spec import NULL_BLOCK_ID
+from quire.scheduler.output import SchedulerStats, StoreStats
 from quire.scheduler.request import RequestStatus
 from tests.scheduler.harness import VOCAB_SIZE, Engine, make_config
 
@@ -275,3 +277,51 @@ def test_block_names_its_holders_and_never_its_tokens() -> None:
     assert (block.num_holders, block.is_full, len(block.content or "")) == (2, True, 16)
     assert console.block("device", 0) is console.block("device", 10_000) is console.block("host", 1) is None
     assert console.block("device", -1) is None
+
+
+def test_frame_tells_how_full_the_store_is() -> None:
+    engine = Engine(make_config())
+    watching = watched(engine)
+    assert watching.frame().store is None
+    stats = SchedulerStats(store=StoreStats("DISK", num_rows=7, num_bytes=7 << 20, num_loaded=2, num_saved=5))
+    engine.executor.config = engine.config.evolve(kv_store="/tmp/unused", kv_store_gb=1.0)
+    info = RowStoreInfo("DISK", 1 << 20, is_writable=True, num_rows=0)
+    engine.executor.open_row_store = lambda: info  # type: ignore[method-assign]
+    watching.add_stats(stats)
+    watching._next_ts = 0.0
+    store = watching.frame().store
+    assert store is not None
+    assert (store.medium, store.num_blocks, store.max_blocks) == ("DISK", 7, 1024)
+    assert (store.num_bytes, store.num_loaded, store.num_saved) == (7 << 20, 2, 5)
+
+
+@pytest.mark.parametrize("num_pages", [1, 7])
+def test_open_pages_cost_a_bounded_amount_of_work(num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds of a full batch on a large cache: the rows made and the bytes do not depend on the pages."""
+    clock, made, looked = Clock(), list[int](), list[int]()
+    engine = Engine(make_config(num_gpu_blocks_override=50_000, max_num_seqs=64))
+    for number in range(64):
+        engine.add(f"r{number}", [number % VOCAB_SIZE, *STEM], max_tokens=4)
+    watching = watched(engine, clock)
+    make, states = ConsoleRecorder._make_frame, recorder.block_states
+
+    def counted(self: ConsoleRecorder, number: int, now: float) -> Frame:
+        frame = make(self, number, now)
+        made.append(len(msgspec.json.encode(frame)))
+        return frame
+
+    def counted_states(pool: BlockPool, first: int, limit: int) -> BlockStates:
+        part = states(pool, first, limit)
+        looked.append(len(states_of(part)))
+        return part
+
+    monkeypatch.setattr(ConsoleRecorder, "_make_frame", counted)
+    monkeypatch.setattr(recorder, "block_states", counted_states)
+    for _ in range(1000):
+        clock.now += 0.01
+        for _ in range(num_pages):
+            watching.frame()
+    seconds = 10.0
+    assert len(made) <= seconds / MIN_INTERVAL_S + 1
+    assert sum(looked) <= len(made) * 2 * recorder.MAX_BLOCKS
+    assert sum(made) / seconds <= 4 * 100_000

@@ -51,6 +51,7 @@ SMALLER = (
     (r"--shape minilm --load texts --num-texts 64", "--shape tiny --num-texts 2 --rounds 1"),
     (r"benchmarks.invariance --hidden 1024 --layers 8", "benchmarks.invariance --hidden 256 --layers 1"),
     (r"benchmarks.copied_text", "benchmarks.copied_text --num-tokens 16 --num-rounds 1"),
+    (r"benchmarks.weight_update", "benchmarks.weight_update path/to/model --rounds 1"),
     (r"benchmarks.kv_store$", "benchmarks.kv_store --num-rows 20"),
     (r"(benchmarks.kv_store engines) \w+", r"\1 --help"),  # tests/benchmarks/test_kv_store.py runs them
     (r"quire (pull|rm) \S+", r"quire \1 --help"),  # which need Hugging Face, or a model in the cache

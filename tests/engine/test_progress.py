@@ -250,3 +250,21 @@ def test_process_with_computing_children_uses_a_processor() -> None:
     finally:
         child.communicate()
     assert cpu_seconds_with_children(2**22 + 1) is None
+
+
+@pytest.mark.item(45)
+def test_stages_of_loading_tell_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parents, cores = ProgressFile.create(tmp_path / "progress", 2), ProgressFile(tmp_path / "progress")
+    now = 1000.0
+    monkeypatch.setattr("quire.engine.core_progress.time.monotonic", lambda: now)
+    assert str(parents.loading) == "the model is loading: starting"
+    cores.note_loading("weights")
+    assert str(parents.loading) == "the model is loading: weights"
+    now = 1004.0
+    cores.note_loading("weights", 10**9, 3 * 10**9)
+    assert str(parents.loading) == "the model is loading: weights, 1.00 of 3.00 GB, about 8 s left"
+    cores.note_loading("warm_up")
+    assert str(parents.loading) == "the model is loading: warm_up"
+    cores.note_loading("kv_cache")
+    cores.turn()
+    assert parents.loading is None

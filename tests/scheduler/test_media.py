@@ -45,7 +45,7 @@ def test_a_prefix_is_computed_whole_or_to_its_end() -> None:
 
 
 def test_equal_beginnings_of_prefixes_are_not_shared() -> None:
-    """What a prefix's first positions hold depends on its last ones."""
+    """Values at a prefix's first positions depend on its last ones."""
     engine = Engine(make_config(max_num_batched_tokens=24))
     for name, digest in (("a", b"x"), ("b", b"y"), ("c", b"x")):
         engine.add(name, PROMPT, media=[item(0, 4, prefix=Prefix(len(PROMPT), digest))], max_tokens=1)

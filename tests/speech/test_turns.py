@@ -14,7 +14,7 @@ from websockets.asyncio.client import connect
 
 from quire.errors import ValidationError
 from quire.speech import realtime
-from quire.speech.turns import Started, Stopped, TurnDetection, TurnEvent, Turns, read_turn_detection
+from quire.speech.turns import Started, TurnDetection, TurnEvent, Turns, TurnStopped, read_turn_detection
 from quire.speech.voice import CHUNK, VoiceDetector, VoiceStream
 from tests.speech.test_realtime import address, event, serving, tell
 from tests.speech.test_voice import by_torch, random_weights
@@ -58,7 +58,7 @@ def fed(
     turns, marks, sounds = Turns(Loudness(), TurnDetection(**options), rate), list[TurnEvent](), []
     for found in [*(turns.feed(part) for part in parts), turns.finish()]:
         for one in found:
-            if isinstance(one, Started | Stopped):
+            if isinstance(one, Started | TurnStopped):
                 marks.append(one)
                 sounds += [[]] if isinstance(one, Started) else []
             else:
@@ -75,9 +75,9 @@ def test_stream_of_chunks_equals_torch() -> None:
 
 def test_turns_have_their_speech_and_padding() -> None:
     marks, sounds = fed([talk()])
-    assert [type(mark) for mark in marks] == [Started, Stopped] * 2
+    assert [type(mark) for mark in marks] == [Started, TurnStopped] * 2
     begins = [mark.at_ms for mark in marks if isinstance(mark, Started)]
-    ends = [mark.at_ms for mark in marks if isinstance(mark, Stopped)]
+    ends = [mark.at_ms for mark in marks if isinstance(mark, TurnStopped)]
     assert begins == [pytest.approx(900, abs=64), pytest.approx(3400, abs=64)]
     assert ends == [pytest.approx(2700, abs=64), pytest.approx(4800, abs=64)]
     for begin, end, sound in zip(begins, ends, sounds, strict=True):
@@ -97,7 +97,7 @@ def test_turns_do_not_depend_on_messages(seed: int, rate: int) -> None:
 
 def test_turns_open_at_the_end_are_finished() -> None:
     marks, (sound,) = fed([np.concatenate([noise(0.5, 0), noise(0.51, 0.1)])], prefix_padding_ms=0)
-    assert [type(mark) for mark in marks] == [Started, Stopped]
+    assert [type(mark) for mark in marks] == [Started, TurnStopped]
     assert len(sound) / RATE == pytest.approx(0.51, abs=0.033)
     assert fed([noise(30.0, 0)]) == ([], [])
 

@@ -902,6 +902,7 @@ const POLL_MS = 500;
 const MAX_STEPS = 6000;
 const REPLAY_BYTES = 48 << 20;
 const REPLAY_MS = 5 * 60_000;
+const MAX_STORE_CELLS = 4000;
 const HELD = 1, SHARED = 2, CACHED = 4;  // Bits of a block's state.
 
 function bytesOf(base64) {
@@ -1320,10 +1321,26 @@ function showCache() {
     const { states, owners, changed } = core.host, now = Date.now();
     paint(byId("host-map"), { now, states, owners, age: (id) => now - changed[id] }, mode);
   }
+  showStore(core.frame.store);
   showLegend(moment, mode);
   showReplay();
   const usable = moment.states.length - 1, used = moment.states.reduce((sum, state) => sum + Boolean(state & 3), 0);
   byId("cache-summary").textContent = `${count(used)} of ${count(usable)} blocks held, ${core.frame.block_size} tokens each`;
+}
+
+/** The KV store outside the process: cells for its room, of several blocks each if there are many. */
+function showStore(store) {
+  byId("store-part").hidden = !store;
+  if (!store) return;
+  const room = Math.max(store.max_blocks, store.num_blocks, 1), each = Math.ceil(room / MAX_STORE_CELLS);
+  const states = new Uint8Array(Math.ceil(room / each) + 1).fill(CACHED, 1, Math.ceil(store.num_blocks / each) + 1);
+  paint(byId("store-map"), { states, owners: [], age: () => Infinity }, "state");
+  byId("store-title").textContent = store.medium === "DISK" ? "Disk" : `Store (${store.medium.toLowerCase()})`;
+  const parts = [`${count(store.num_blocks)}${store.max_blocks ? ` of ${count(store.max_blocks)}` : ""} blocks, ${count(Math.round(store.num_bytes / 2 ** 20))} MiB`];
+  parts.push(`${count(store.num_loaded)} loaded, ${count(store.num_saved)} saved`);
+  if (each > 1) parts.push(`${count(each)} blocks a cell`);
+  if (store.is_resting) parts.push("it does not work and is left alone for a while");
+  byId("store-text").textContent = parts.join("; ");
 }
 
 function showLegend(moment, mode) {

@@ -105,6 +105,7 @@ QUERY_HANDLERS: dict[str, QueryHandler] = {
 COMMAND_HANDLERS: dict[str, QueryHandler] = {
     name: handler for feature in FEATURES for name, handler in feature.commands.items()
 }
+ALSO_SERVED = frozenset[str]().union(*(feature.always_served for feature in FEATURES))
 EXPOSED_HEADERS = (
     REQUEST_ID,
     ANTHROPIC_REQUEST_ID,
@@ -226,6 +227,7 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
             why_not=lambda: state.unavailable,
             is_draining=lambda: state.draining,
             root_path=config.root_path,
+            also_served=ALSO_SERVED,
         ),
         Middleware(TrackInFlight, in_flight=state.in_flight),
         Middleware(

@@ -61,6 +61,7 @@ class ServerFeature:
         commands: handlers of commands that only the supervisor process executes, for all API processes, by name.
         is_enabled: whether a server with these options has the admin routes.
         install: adds what is no route, such as WebSockets, to an app with its routes.
+        always_served: paths that answer while the server takes no requests.
     """
 
     families: tuple[EndpointFamily, ...] = ()
@@ -69,6 +70,7 @@ class ServerFeature:
     commands: Mapping[str, QueryHandler] = field(default_factory=dict)
     is_enabled: Callable[[ServerConfig], bool] = always
     install: Callable[[FastAPI, ServerState], None] = lambda app, state: None
+    always_served: frozenset[str] = frozenset()
 
 
 def server_features() -> list[ServerFeature]:

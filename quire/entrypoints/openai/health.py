@@ -88,12 +88,12 @@ def _items(texts: list[str]) -> str:
 @router.api_route("/ping", methods=["GET", "POST"])
 @describe(Operation())
 async def ready(request: Request) -> Response:
-    """200 if a request should come here now; 503 while a core loads or does not answer, when the queue is nearly full,
-    when draining and at the end."""
+    """200 if a request should come here now; 503 while a core loads (with its stage and what is left) or does not
+    answer, when the queue is nearly full, when draining and at the end."""
     server = server_of(request)
     reason = server.unavailable or server.engine.crowding()
     if reason is not None:
-        raise UnavailableError(reason)
+        raise UnavailableError(reason, retry_after=server.retry_after)
     return Response()
 
 

@@ -13,6 +13,7 @@ import asyncio
 import ctypes
 import functools
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -45,6 +46,7 @@ T = TypeVar("T")
 
 MAX_THREADS = 8
 LIMIT_S = 30.0
+MAX_RETRY_S = 60
 AGAIN_S = 0.5  # Interval of interruptions: one that arrives while Python finalizes an object is lost.
 
 
@@ -172,8 +174,8 @@ class ApiProcesses(Protocol):
     async def ask(self, query: str, *args: Any) -> list[Any]:
         """Return every process's answer, the supervisor's first."""
 
-    async def run_command(self, command: str, *args: Any) -> None:
-        """Let the supervisor process execute this command."""
+    async def run_command(self, command: str, *args: Any) -> Any:
+        """Let the supervisor process execute this command; returns its result."""
 
     async def share_adapters(self, adapters: Mapping[str, AdapterRequest]) -> None:
         """Send the served adapters to the other processes; called in the supervisor process only."""
@@ -230,9 +232,19 @@ class ServerState:
             return "the engine has stopped"
         if self.draining:
             return "the server is shutting down"
-        if self.engine.is_sleeping:
+        if self.engine.refuses_requests:
             return "the engine is asleep and takes no requests until it is woken"
-        return None if self.engine.is_ready else "the model is loading, or the engine does not answer"
+        if self.engine.is_ready:
+            return None
+        loading = self.engine.loading
+        return "the model is loading, or the engine does not answer" if loading is None else str(loading)
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds after which a probe may ask again: what is left of loading, if known."""
+        loading = None if self.engine.is_ready else self.engine.loading
+        left_s = None if loading is None else loading.seconds_left
+        return 1 if left_s is None else min(max(math.ceil(left_s), 1), MAX_RETRY_S)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -305,18 +317,18 @@ class ServerState:
             return [await self.answer(query, *args)]
         return await self.siblings.ask(query, *args)
 
-    async def execute_command(self, command: str, *args: Any) -> None:
-        """Execute a command in this process, for all.
+    async def execute_command(self, command: str, *args: Any) -> Any:
+        """Execute a command in this process, for all; returns its result, serializable data.
 
         Raises:
             QuireError: it failed.
         """
-        await self.command_handlers[command](self, *args)
+        return await self.command_handlers[command](self, *args)
 
-    async def run_command(self, command: str, *args: Any) -> None:
+    async def run_command(self, command: str, *args: Any) -> Any:
         """Execute a command in the supervisor process. Raises as `execute_command` does."""
         run = self.execute_command if self.siblings is None else self.siblings.run_command
-        await run(command, *args)
+        return await run(command, *args)
 
     async def prepare(self) -> None:
         """Report errors of the chat template at start-up, not at the first request.

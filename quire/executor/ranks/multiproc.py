@@ -18,7 +18,7 @@ import msgspec
 
 from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
-from quire.errors import EngineError, StartupError
+from quire.errors import EngineError, StartupError, ValidationError
 from quire.executor.base import Executor
 from quire.executor.host_share import memory_per_rank, rank_config
 from quire.executor.rank_placement import rank_processors
@@ -151,6 +151,24 @@ class MultiprocExecutor(Executor):
         except StartupError:
             self._all("sleep", self._level if tag == "weights" else 1)  # ranks that have woken
             raise
+
+    def prepare_weights(self, model_dir: str) -> None:
+        if self._starter.meets_by_network():
+            raise ValidationError("weights can be replaced only if all ranks are on the host of the engine")
+        try:
+            self._all("prepare_weights", model_dir)
+        except StartupError:
+            self.drop_weights()
+            raise
+
+    def commit_weights(self) -> None:
+        self._all("commit_weights")
+
+    def drop_weights(self) -> None:
+        self._all("drop_weights")
+
+    def call_workers(self, name: str, args: Sequence[Any]) -> list[Any]:
+        return self._all("call_worker", name, list(args))
 
     def use_vocabulary(self, source: Callable[[], Vocabulary]) -> None:
         self._vocabulary = source

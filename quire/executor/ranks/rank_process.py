@@ -195,6 +195,10 @@ CALLS: dict[str, Callable[..., Any]] = {
     "take_part": lambda rank: rank.worker.take_part(),
     "sleep": lambda rank, level: rank.worker.sleep(level),
     "wake_up": lambda rank, tag: rank.worker.wake_up(tag),
+    "prepare_weights": lambda rank, model_dir: rank.worker.prepare_weights(model_dir),
+    "commit_weights": lambda rank: rank.worker.commit_weights(),
+    "drop_weights": lambda rank: rank.worker.drop_weights(),
+    "call_worker": lambda rank, name, args: rank.worker.call(name, args),
     "use_vocabulary": lambda rank, plain: _use_vocabulary(rank.worker, plain),
     "prepare_grammar": lambda rank, plain: rank.worker.calls["prepare_grammar"](
         msgspec.convert(plain, StructuredOutputsParams)

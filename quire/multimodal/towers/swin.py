@@ -45,7 +45,7 @@ _UNIT = 8  # Of which a head's size is a multiple in the kernels.
 
 
 @dataclass(frozen=True)
-class Stage:
+class SwinStage:
     """Shape of a stage's blocks: grid of patches, C, h, inner size of MLPs, side of windows."""
 
     grid: tuple[int, int]
@@ -61,7 +61,7 @@ class Stage:
         return rows, columns
 
 
-class Windows(Module):
+class SwinWindows(Module):
     """Order of a stage's patches by windows, with what is added to their scores.
 
     Args:
@@ -72,7 +72,7 @@ class Windows(Module):
     apart: Tensor
     """[N, W, W]: 0, or `_APART`."""
 
-    def __init__(self, stage: Stage, shift: int) -> None:
+    def __init__(self, stage: SwinStage, shift: int) -> None:
         super().__init__()
         (rows, columns), side = stage.padded, stage.window
         with torch.device("cpu"):
@@ -120,7 +120,7 @@ class SwinBlock(Module):
     """`x + attention(norm(x))` within windows, and then `x + mlp(norm(x))`."""
 
     def __init__(
-        self, tower: SwinTower, stage: Stage, windows: Windows, *, eps: float, bias: bool, at: str
+        self, tower: SwinTower, stage: SwinStage, windows: SwinWindows, *, eps: float, bias: bool, at: str
     ) -> None:
         super().__init__()
         config, size = tower.config, stage.channels
@@ -207,7 +207,7 @@ def _norm(config: EngineConfig, size: int, name: str, eps: float = _NORM_EPS) ->
 class Merging(Module):
     """Squares of two by two patches, normed, through one matrix to twice the channels."""
 
-    def __init__(self, tower: SwinTower, stage: Stage, at: str) -> None:
+    def __init__(self, tower: SwinTower, stage: SwinStage, at: str) -> None:
         super().__init__()
         self.grid, size = stage.grid, stage.channels
         self.norm = _norm(tower.config, 4 * size, f"{at}.norm")
@@ -254,14 +254,14 @@ class SwinTower(Tower):
         if last != config.arch.media_size:
             self.projection = self.linear(last, config.arch.media_size, True, "enc_to_dec_proj")
 
-    def _steps(self, eyes: JsonObject, stages: list[Stage], depths: list[int]) -> list[Module]:
+    def _steps(self, eyes: JsonObject, stages: list[SwinStage], depths: list[int]) -> list[Module]:
         """Return the blocks of all stages, with what merges patches between them."""
         found: list[Module] = []
         eps, bias = eyes.number("layer_norm_eps", 1e-5), eyes.flag("qkv_bias", True)
         for number, (stage, depth) in enumerate(zip(stages, depths, strict=True)):
             at = f"encoder.encoder.layers.{number}"
             half = stage.window // 2 if min(stage.grid) > stage.window else 0
-            windows = [Windows(stage, shift) for shift in (0, half)]
+            windows = [SwinWindows(stage, shift) for shift in (0, half)]
             found += [
                 SwinBlock(self, stage, windows[block % 2], eps=eps, bias=bias, at=f"{at}.blocks.{block}")
                 for block in range(depth)
@@ -291,7 +291,7 @@ class SwinTower(Tower):
         return split.permute(1, 3, 0, 2, 4).reshape(-1, colours * height * width)
 
 
-def _stages(eyes: JsonObject) -> list[Stage]:
+def _stages(eyes: JsonObject) -> list[SwinStage]:
     """Return the shapes of all stages.
 
     Raises:
@@ -307,5 +307,5 @@ def _stages(eyes: JsonObject) -> list[Stage]:
                 "have a whole window in every stage"
             )
         size = first * 2**number
-        found.append(Stage(grid, size, int(count), int(size * ratio), window))
+        found.append(SwinStage(grid, size, int(count), int(size * ratio), window))
     return found

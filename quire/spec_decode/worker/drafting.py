@@ -53,11 +53,24 @@ class WorkerDrafting(WorkerFeature):
 
     def load(self, model: CausalLM) -> None:
         """Load the draft model; it is on the last stage only, and not sharded."""
-        if self._config.draft is None or not self._stage.is_last:
-            return
-        self.draft = load_model(self._config.draft, prefix=DRAFT_PREFIX)
-        if isinstance(self.draft, AutoregressiveHead):
-            self.draft.share(model)
+        self.draft = self._draft_of(self._config, model)
+
+    def _draft_of(self, config: EngineConfig, model: CausalLM) -> CausalLM | None:
+        if config.draft is None or not self._stage.is_last:
+            return None
+        draft = load_model(config.draft, prefix=DRAFT_PREFIX)
+        if isinstance(draft, AutoregressiveHead):
+            draft.share(model)
+        return draft
+
+    def prepare(self, config: EngineConfig, model: CausalLM) -> Callable[[], None]:
+        """Load the draft model, whose weights may be new, too."""
+        draft = self._draft_of(config, model)
+
+        def use() -> None:
+            self._config, self.draft = config, draft
+
+        return use
 
     def unload(self) -> None:
         self.draft = None

@@ -117,7 +117,9 @@ class FakeEngine:
         self.input_processor = InputProcessor(self.config, self.tokenizer)  # type: ignore[arg-type]
         self.reply: Callable[[str, int], str] = lambda prompt, index: f"Reply {index}!"
         self.is_ready = True
-        self.is_sleeping = False
+        self.is_sleeping = self.refuses_requests = False
+        self.weight_version = "default"
+        self.loading: Any = None
         self.dead_error: QuireError | None = None
         self.died = asyncio.Event()
         self.hold_after: int | None = None

@@ -194,6 +194,7 @@ class Availability:
     """Answers 503 with Retry-After for every path outside `ALWAYS_SERVED` while the server is unavailable.
 
     Args:
+        also_served: further paths that are served.
         why_not: returns the reason for unavailability, None if available.
         is_draining: whether connections are closed after their response.
     """
@@ -204,8 +205,10 @@ class Availability:
         why_not: Callable[[], str | None],
         is_draining: Callable[[], bool],
         root_path: str = "",
+        also_served: frozenset[str] = frozenset(),
     ) -> None:
         self._app = app
+        self._served = ALWAYS_SERVED | also_served
         self._why_not = why_not
         self._is_draining = is_draining
         self._root_path = root_path
@@ -217,7 +220,7 @@ class Availability:
             await send(message)
 
         reason = self._why_not()
-        if reason is None or scope["path"].removeprefix(self._root_path) in ALWAYS_SERVED:
+        if reason is None or scope["path"].removeprefix(self._root_path) in self._served:
             await self._app(scope, receive, send_closing)
         else:
             error = UnavailableError(reason, retry_after=2)

@@ -206,8 +206,8 @@ class ApiServerSupervisor:
             return [own, *(worker.metrics for worker in workers), self._reaped_metrics]
         return [own, *(answer for answer in answers if answer is not None)]
 
-    async def run_command(self, command: str, *args: Any) -> None:
-        await self._state.execute_command(command, *args)
+    async def run_command(self, command: str, *args: Any) -> Any:
+        return await self._state.execute_command(command, *args)
 
     async def share_adapters(self, adapters: Mapping[str, AdapterRequest]) -> None:
         self._send_all(ServedAdapters(dict(adapters)))

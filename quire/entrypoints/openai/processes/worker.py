@@ -117,8 +117,8 @@ class SupervisorProxy:
         answers: list[Any] = await self._channel.ask(query, *args)
         return answers
 
-    async def run_command(self, command: str, *args: Any) -> None:
-        await self._channel.execute(command, *args)
+    async def run_command(self, command: str, *args: Any) -> Any:
+        return await self._channel.execute(command, *args)
 
     async def share_adapters(self, adapters: Mapping[str, AdapterRequest]) -> None:
         raise AssertionError("the supervisor decides which adapters are served")

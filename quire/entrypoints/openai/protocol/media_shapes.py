@@ -71,9 +71,7 @@ def _is_refused(schema: Any, kinds: frozenset[str]) -> bool:
 
 
 def _kind_of(kind: str) -> str:
-    if kind == "image_embeds":
-        return EMBEDS
-    return ITEM_KINDS.get(kind, "image")
+    return EMBEDS if kind == "image_embeds" else ITEM_KINDS.get(kind, "image")
 
 
 def _value(field: str) -> Schema:
