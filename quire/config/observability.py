@@ -66,11 +66,9 @@ class ObservabilityConfig(Config):
     enable_progress: bool = option(
         True, "Progress while loading: a bar on a terminal, elsewhere a log line every 5 seconds."
     )
-
     profiler_config: dict[str, Any] = option(
         {},
-        'JSON object such as {"profiler": "torch", "torch_profiler_dir": "profiles"}: /start_profile and /stop_profile '
-        "write profiles of the steps there (see observability.md).",
+        'Profiles of steps (see observability.md), such as {"profiler": "torch", "torch_profiler_dir": "profiles"}.',
     )
 
     def __post_init__(self) -> None:

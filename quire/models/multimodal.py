@@ -195,7 +195,6 @@ WRAPPERS: dict[str, Wrapper] = {
         ),
         _translator("T5ForConditionalGeneration", "T5, T5 1.1, Flan-T5", T5_TOKENS),
         _translator("UMT5ForConditionalGeneration", "UMT5", T5_TOKENS),
-        Wrapper("VoxtralForConditionalGeneration", "Voxtral Mini 3B and Small 24B", _HEARING),
         Wrapper(
             "VisionEncoderDecoderModel",
             "TrOCR, Donut",
@@ -204,6 +203,7 @@ WRAPPERS: dict[str, Wrapper] = {
             text="decoder",
             reads_images=True,
         ),
+        Wrapper("VoxtralForConditionalGeneration", "Voxtral Mini 3B and Small 24B", _HEARING),
         Wrapper(
             "WhisperForConditionalGeneration",
             "Whisper tiny to large-v3-turbo, Distil-Whisper",

@@ -93,7 +93,9 @@ async def flush_cache(request: Request) -> Response:
     return json_response(UpdateSuccess("flushed"))
 
 
+@describe(Operation())
 async def refuse(request: Request) -> Response:
+    """Refuse an update by pickle, NCCL or handles of GPU memory, and name another way."""
     path = request.url.path.removeprefix(request.scope.get("root_path", ""))
     raise ValidationError(f"{path} {REFUSED[path]}; {INSTEAD}")
 

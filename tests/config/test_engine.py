@@ -45,8 +45,16 @@ KV_TRANSFER_KEYS: dict[str, st.SearchStrategy[Any]] = {
     "kv_rank": st.integers(0, 3),
     "kv_load_failure_policy": st.sampled_from(["recompute", "fail"]),
 }
+PROFILER_KEYS: dict[str, st.SearchStrategy[Any]] = {
+    "torch_profiler_with_stack": st.booleans(),
+    "max_iterations": st.integers(1, 1000),
+}
 REQUIRED: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "speculative_config": {"method": st.text(min_size=1)},
+    "profiler_config": {
+        "profiler": st.sampled_from(["torch", "cprofile"]),
+        "torch_profiler_dir": st.text(min_size=1),
+    },
     "kv_transfer_config": {
         "kv_connector": st.just("RowServerConnector"),
         "kv_role": st.sampled_from(["kv_producer", "kv_both"]),
@@ -58,6 +66,7 @@ KEYS = {
     "kv_events_config": KV_EVENTS_KEYS,
     "structured_outputs_config": STRUCTURED_OUTPUTS_KEYS,
     "speculative_config": SPECULATIVE_KEYS,
+    "profiler_config": PROFILER_KEYS,
 }
 
 

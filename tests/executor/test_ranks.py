@@ -24,7 +24,7 @@ import os, queue, signal, sys, threading, time
 from multiprocessing.connection import Connection
 import msgspec
 from quire.errors import RankLostError, ValidationError
-from quire.executor.ranks.handles import Call, Failed, Returned, StepResult, ToRank
+from quire.executor.ranks.handles import CallFailed, CallReturned, RankCall, StepResult, ToRank
 from quire.scheduler.output import ModelRunnerOutput
 
 directory, rank, address, fd = sys.argv[1:]
@@ -38,10 +38,10 @@ def step(number):
         time.sleep(0.2 if rank == "1" else 0)
         if rank == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        say(Failed.from_error(RankLostError([1], "gone")))
+        say(CallFailed.from_error(RankLostError([1], "gone")))
     elif number == FAILS:
         time.sleep(0.2 if rank == "1" else 0)
-        say(Failed.from_error(ValueError("nan") if rank == "1" else RankLostError([1], "gone")))
+        say(CallFailed.from_error(ValueError("nan") if rank == "1" else RankLostError([1], "gone")))
     elif rank == "0":
         say(StepResult(ModelRunnerOutput(number, {})))
 
@@ -56,12 +56,12 @@ frames = queue.SimpleQueue()
 threading.Thread(target=read, daemon=True).start()
 while True:
     message = decoder.decode(frames.get())
-    if not isinstance(message, Call):
+    if not isinstance(message, RankCall):
         step(message.plan.step_id)
     elif message.method == "refuse" and rank != "0":
-        say(Failed.from_error(ValidationError("by " + rank), message.number))
+        say(CallFailed.from_error(ValidationError("by " + rank), message.number))
     else:
-        say(Returned(message.number, [rank, *message.args]))
+        say(CallReturned(message.number, [rank, *message.args]))
 """
 LOSES, FAILS = 1000, 1001
 PROGRAM = ("-c", f"LOSES, FAILS = {LOSES}, {FAILS}\n{RANK}")

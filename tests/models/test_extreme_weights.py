@@ -54,7 +54,9 @@ def test_int_weights_of_any_magnitude_answer_as_usual_ones(
     usual, found = (logits(each, quantization=quantization) for each in (plain, extreme))
     error = (usual - truth).norm()
     assert (found - truth).norm() < 1.1 * error
-    assert (found - usual).norm() < 0.5 * error
+    assert (
+        found - usual
+    ).norm() < 0.75 * error  # scales of extreme weights have a wider type, with fewer digits
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

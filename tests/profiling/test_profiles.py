@@ -118,7 +118,7 @@ def test_profile_without_the_option_is_refused() -> None:
 async def test_routes_without_the_option_say_so() -> None:
     engine: Any = FakeEngine()
     engine.start_profile = AsyncLLM.start_profile.__get__(engine)
-    async with client_for(engine) as client:
-        response = await client.post("/start_profile")
+    async with client_for(engine, admin_api_key="admin") as client:
+        response = await client.post("/start_profile", headers={"authorization": "Bearer admin"})
         assert response.status_code == 400
         assert "--profiler-config" in response.json()["error"]["message"]

@@ -69,7 +69,7 @@ def test_window_with_timestamps_gives_segments() -> None:
         (1.6, 2.0, " w4"),
     ]
     assert ask.prompt["prompt_token_ids"][WORDS.num_encoded :] == [WORDS.start]
-    assert ask.params.extra_args == {"speech": {"timestamps": True}}
+    assert ask.params.extra_args == {"speech": {"timestamps": True, "keeps_mass": False}}
 
 
 def test_window_with_words_asks_for_times_once() -> None:

@@ -189,7 +189,6 @@ REFUSED = {
     "m -dcp 2": "--tensor-parallel-size",
     "m --enable-eplb": "experts",
     "m --worker-cls a.B": "quire.devices",
-    "m --worker-extension-cls a.B": "quire.executors",
     "m --hf-token abc": "HF_TOKEN",
     "m --enable-prompt-adapter": "LoRA",
     "m --profiler-config.profiler torch": "torch_profiler_dir",

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,14 @@ def test_sections_of_this_machine() -> None:
     off_tapes = sections["Recorded kernel graphs (decode steps on the CPU)"].facts["not recorded"]
     assert "linear" in off_tapes
     assert loaded is None or "packed_linear" not in off_tapes
-    assert not sections["OpenMP"].problems
+    assert sections["OpenMP"].facts
+
+
+def test_a_new_process_has_one_openmp_runtime() -> None:
+    program = [sys.executable, "-m", "quire.entrypoints.cli.main", "doctor", "--json"]
+    done = subprocess.run(program, check=False, capture_output=True, text=True)
+    (section,) = (section for section in json.loads(done.stdout) if section["title"] == "OpenMP")
+    assert not section["problems"]
 
 
 def test_text_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,8 @@ def values(owner: type[Config], field: dataclasses.Field[Any]) -> st.SearchStrat
     if field.name == "kv_transfer_config":
         required = {"kv_connector": st.just("RowServerConnector"), "kv_role": st.just("kv_both")}
         return st.fixed_dictionaries({**required, "kv_port": st.integers(1, 60000)})
+    if field.name == "profiler_config":
+        return st.fixed_dictionaries({"profiler": st.just("torch"), "torch_profiler_dir": TEXT})
     if field.name == "speculative_config":
         return st.fixed_dictionaries({"method": TEXT, "num_speculative_tokens": st.integers(1, 64)})
     if field.name in ("api_key", "admin_api_key"):

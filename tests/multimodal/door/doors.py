@@ -25,7 +25,7 @@ def config_of(case: str, directory: Path, **options: Any) -> EngineConfig:
     """The parts of a config that a door reads."""
     checkpoint = CASES[case]
     part_of = SimpleNamespace(architecture=checkpoint.architecture, processor_files="")
-    arch = SimpleNamespace(part_of=part_of, hidden_size=HIDDEN_SIZE)
+    arch = SimpleNamespace(part_of=part_of, hidden_size=HIDDEN_SIZE, media_size=HIDDEN_SIZE)
     found = SimpleNamespace(
         arch=arch, multimodal=MultimodalConfig(**options), model_dir=str(checkpoint.write(directory))
     )

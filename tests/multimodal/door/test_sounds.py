@@ -36,7 +36,8 @@ def config_of(path: Path, name: str = "qwen2-audio", **options: Any) -> EngineCo
     family = HEARING[name]
     (path / "config.json").write_text(json.dumps(family.config().to_dict()))
     write_files(name, path)
-    arch = SimpleNamespace(part_of=SimpleNamespace(architecture=family.architecture), hidden_size=64)
+    part_of = SimpleNamespace(architecture=family.architecture, processor_files="")
+    arch = SimpleNamespace(part_of=part_of, hidden_size=64, media_size=64)
     found = SimpleNamespace(arch=arch, multimodal=MultimodalConfig(**options), model_dir=str(path))
     return cast(EngineConfig, found)
 

@@ -284,7 +284,10 @@ class DescribedOperation:
     @property
     def name(self) -> str:
         words = re.findall(r"\w+", self.path)
-        return "_".join([self.method.lower(), *words])
+        is_folder = len(self.path) > 1 and self.path.endswith(
+            "/"
+        )  # TRL's routes, beside others without the slash
+        return "_".join([self.method.lower(), *words, *(["slash"] if is_folder else [])])
 
 
 class Document:
