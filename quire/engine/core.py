@@ -254,6 +254,8 @@ class EngineCore:
         """Note that the weights of a directory are in use."""
         config = self._config.with_weights(model_dir)
         self._config = replace(config, files=states_of(config))
+        for feature in self._features:
+            feature.use_new_weights()
 
     @contextmanager
     def _fail_core_on_error(self) -> Iterator[None]:

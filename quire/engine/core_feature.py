@@ -128,6 +128,10 @@ class CoreFeature:
         """
         return None
 
+    def use_new_weights(self) -> None:
+        """Note that the worker computes with other weights from now on; the caches are empty."""
+        return None
+
     def close(self) -> None:
         """Release what the feature itself has opened."""
         return None

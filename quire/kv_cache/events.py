@@ -142,6 +142,11 @@ class KVEventLog:
         for group_id, hashes in groups.items():
             self._events.append(self._stored(medium, group_id, hashes))
 
+    def forget_outside(self) -> None:
+        """Record that stores have none of the blocks that they are known to have."""
+        for medium in dict.fromkeys(self._outside.values()):
+            self.removed_outside([key for key, place in self._outside.items() if place == medium], medium)
+
     def removed_outside(self, keys: Sequence[BlockHash], medium: str) -> None:
         """Record that a store has lost blocks; those that it is not known to have are ignored."""
         for key in keys:

@@ -455,6 +455,11 @@ class KVCacheManager:
             self._events.removed_outside(removed, medium)
             self._events.stored_outside(stored, medium)
 
+    def forget_outside(self) -> None:
+        """Report that stores outside the engine have none of its blocks."""
+        if self._events is not None:
+            self._events.forget_outside()
+
     def disown(self, request: CachedSequence) -> None:
         """Remove what a failed request has computed from the prefix cache, including before a preemption.
 

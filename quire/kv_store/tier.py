@@ -300,6 +300,14 @@ class StoreTier(CoreFeature):
             right = [key for key in stored if self._jobs.is_right(key)]
             self._scheduler.note_outside(right, removed, self._info.medium)
 
+    def use_new_weights(self) -> None:
+        """Go on with the store's rows of the new weights, which the worker has opened."""
+        self._info = self._executor.open_row_store()
+        self._scheduler.forget_outside()
+        self._to_save.clear()
+        if self._announces:
+            self._listing = self._executor.move_rows("list", [])
+
     # Jobs
 
     def _end_jobs(self) -> None:

@@ -399,6 +399,10 @@ class Scheduler:
         """Report to subscribers blocks that a store outside the engine has lost, and those that it has."""
         self._kv.note_outside(stored, removed, medium)
 
+    def forget_outside(self) -> None:
+        """Report to subscribers that no store outside the engine has blocks of these weights."""
+        self._kv.forget_outside()
+
     def computing_s(self, num_keys: int) -> float:
         """Estimate the seconds that computing the content of pool keys takes."""
         return num_keys * self._kv.tokens_per_key / self._computed_tokens_per_s

@@ -20,6 +20,7 @@ from quire.kv_store.disk.segment import SegmentLayout
 from quire.kv_store.disk.store import open_disk_store
 from quire.kv_store.row_store import Namespace
 from tests.fixtures.cache_view import CacheView, Known
+from tests.training.checkpoints import changed
 
 OPTIONS: dict[str, Any] = {
     "max_model_len": 96, "cpu_threads": 1, "max_num_seqs": 4, "block_size": 4,
@@ -127,6 +128,30 @@ def test_evicted_and_damaged_rows_are_reported(
     generate(last, 3)
     last.llm_engine.shutdown()
     assert collectors[2].on_disk == kept(store, limit)
+
+
+def test_events_follow_an_update_of_the_weights_and_back(
+    tiny_model: Callable[[str], Path], tmp_path: Path, collectors: list[Collector]
+) -> None:
+    store, model = tmp_path / "rows", tiny_model("llama-tied-bias")
+    other = changed(model, tmp_path / "other")
+    llm = opened(model, store)
+    generate(llm, 1)
+    assert llm.llm_engine.call_core("reset_prefix_cache")
+    old = collectors[0].on_disk
+    assert len(old) > 30
+    llm.weights.load(str(other))
+    assert not collectors[0].on_disk
+    generate(llm, 2, number=1)
+    assert llm.llm_engine.call_core("reset_prefix_cache")
+    new = collectors[0].on_disk
+    assert new
+    assert not new & old
+    llm.weights.load(str(model))
+    generate(llm, 3, number=1)
+    assert collectors[0].on_disk >= old
+    assert not new & collectors[0].on_disk
+    llm.llm_engine.shutdown()
 
 
 def test_a_reader_reports_what_it_has_found(
