@@ -34,7 +34,7 @@ from quire.entrypoints.cli.options import (
     engine_config,
     structured_outputs,
 )
-from quire.entrypoints.cli.run_chat import AnswerPrinting, Asked, ChatSession, user_message
+from quire.entrypoints.cli.run_chat import AnswerPrinting, Asked, ChatSession, MediaFile, user_message
 from quire.errors import ConfigError, ValidationError
 from quire.torch_import import hastened_import
 
@@ -48,8 +48,14 @@ Schema = dict[str, Any]
 Function = Callable[..., Any]
 DENIED = "The user does not want this to be run."
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos")
+MEDIA_KINDS = ("image", "video", "audio")
 PROMPT_TOKENS, CHAT_TOKENS = 256, 2048  # Most tokens of an answer, unless given.
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+
+
+def _media_option(kind: str, help_text: str) -> Callable[[Function], Function]:
+    path = click.Path(exists=True, dir_okay=False, resolve_path=True)
+    return click.option(f"--{kind}", multiple=True, type=path, help=help_text)
 
 
 def tool_of(function: Callable[..., Any]) -> Schema:
@@ -267,17 +273,11 @@ class RunCommand(EngineCommand):
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Continue after the model's end-of-sequence token.")
 @click.option("--system-prompt", help="System message put before the prompt.")
-@click.option(
-    "--image",
-    "images",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
-    help="Image to show to the model, before the prompt's text; may be given several times.",
-)
+@_media_option("image", "Image to show to the model, before the prompt's text; may be given several times.")
+@_media_option("video", "Video to show to the model; as --image.")
+@_media_option("audio", "Sound to play to a model that hears; as --image.")
 @click.option("--raw", is_flag=True, help="Continue the prompt verbatim, without the chat template.")
-def run(
-    words: tuple[str, ...], system_prompt: str | None, raw: bool, images: tuple[str, ...], **params: Any
-) -> None:
+def run(words: tuple[str, ...], system_prompt: str | None, raw: bool, **params: Any) -> None:
     """Answer PROMPT with MODEL and end; without PROMPT, chat on a terminal, or answer standard input.
 
     MODEL is a directory, a GGUF file or a Hugging Face id, and may be given by --model as well. One word that names a
@@ -287,8 +287,9 @@ def run(
     """
     if raw and system_prompt:
         raise click.UsageError("--system-prompt needs a chat template; drop --raw")
-    if raw and images:
-        raise click.UsageError("--image needs a chat template; drop --raw")
+    files = [(kind, path) for kind in MEDIA_KINDS for path in params.pop(kind)]
+    if raw and files:
+        raise click.UsageError(f"--{files[0][0]} needs a chat template; drop --raw")
     form = structured_outputs(params)
     params["model"], prompt = model_and_prompt(words, params["model"])
     is_chat = prompt is None and sys.stdin.isatty()
@@ -312,9 +313,9 @@ def run(
             raise ValidationError("quire run needs a tokenizer; drop --skip-tokenizer-init")
         printing = AnswerPrinting(engine, media)
         if is_chat:
-            _chat(printing, system_prompt, images, given)
+            _chat(printing, system_prompt, files, given)
         else:
-            printing.answer(_asked(printing, text, system_prompt, raw, images), given)
+            printing.answer(_asked(printing, text, system_prompt, raw, files), given)
     finally:
         media.close()
         engine.shutdown()
@@ -343,20 +344,20 @@ def names_model(word: str) -> bool:
 
 
 def _asked(
-    printing: AnswerPrinting, text: str, system_prompt: str | None, raw: bool, images: Sequence[str]
+    printing: AnswerPrinting, text: str, system_prompt: str | None, raw: bool, files: Sequence[MediaFile]
 ) -> Asked:
-    if raw or not (printing.has_chat or system_prompt or images):
+    if raw or not (printing.has_chat or system_prompt or files):
         return Asked(text)
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return printing.ask([*messages, user_message(text, images)])
+    return printing.ask([*messages, user_message(text, files)])
 
 
 def _chat(
-    printing: AnswerPrinting, system_prompt: str | None, images: Sequence[str], given: dict[str, Any]
+    printing: AnswerPrinting, system_prompt: str | None, files: Sequence[MediaFile], given: dict[str, Any]
 ) -> None:
     if not printing.has_chat:
         raise ValidationError("the model has no chat template; give a PROMPT to continue")
     with contextlib.suppress(ImportError):  # without it, lines have no history and no editing
         import readline  # noqa: F401
     click.echo("Type a message; /help lists the commands, Ctrl-D ends.", err=True)
-    ChatSession(printing, system_prompt, given, images).run()
+    ChatSession(printing, system_prompt, given, files).run()

@@ -141,9 +141,13 @@ class _Shown:
                 self.printer.said(event)
 
 
-def user_message(text: str, images: Sequence[str]) -> ChatMessage:
-    """Return a user's message with images, given by their paths, before the text."""
-    shown = [{"type": "image_url", "image_url": path} for path in images]
+MediaFile = tuple[str, str]
+"""Kind of media ("image", "video", "audio") and path."""
+
+
+def user_message(text: str, files: Sequence[MediaFile]) -> ChatMessage:
+    """Return a user's message with images, videos and sounds before the text."""
+    shown = [{"type": f"{kind}_url", f"{kind}_url": path} for kind, path in files]
     return {"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text}
 
 
@@ -170,7 +174,7 @@ class ChatSession:
 
     Args:
         given: sampling parameters over the model's own.
-        images: paths of images for the first message.
+        files: images, videos and sounds for the first message.
     """
 
     def __init__(
@@ -178,10 +182,10 @@ class ChatSession:
         printing: AnswerPrinting,
         system_prompt: str | None,
         given: Mapping[str, Any],
-        images: Sequence[str] = (),
+        files: Sequence[MediaFile] = (),
     ) -> None:
         self._printing = printing
-        self._images = images
+        self._files = files
         self._system_prompt = system_prompt
         self._given = dict(given)
         self.messages: list[ChatMessage] = []
@@ -213,7 +217,7 @@ class ChatSession:
 
     def turn(self, text: str) -> None:
         """Answer a message, and keep both."""
-        messages = [*self.messages, user_message(text, () if self.messages else self._images)]
+        messages = [*self.messages, user_message(text, () if self.messages else self._files)]
         system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
         said = self._printing.answer(self._printing.ask([*system, *messages]), self._given)
         self.messages = [*messages, {"role": "assistant", "content": said}]

@@ -7,9 +7,11 @@ import io
 import re
 import shutil
 import sys
+import wave
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quire.engine.llm_engine import LLMEngine
@@ -18,6 +20,7 @@ from quire.entrypoints.llm import LLM
 from quire.kernels import cpu
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from tests.fixtures.hearing_models import RATE, make_hearing, sound
 
 ENGINE = ["--cpu-threads", "1"]
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]
@@ -144,3 +147,32 @@ def test_run_streams_a_token_per_step_by_default(model: str, monkeypatch: pytest
     num_steps = 0
     assert main([*command, "--num-scheduler-steps", "16"]) == 0
     assert num_steps < 6
+
+
+def test_a_sound_file_is_played_to_a_model_that_hears(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tmp_path / "hears")
+    make_hearing("qwen2-audio", Path(model))
+    files = [str(tmp_path / f"{number}.wav") for number in range(2)]
+    for number, path in enumerate(files):
+        with wave.open(path, "wb") as writer:
+            writer.setparams((1, 2, RATE, 0, "NONE", ""))
+            writer.writeframes(np.round(sound(8000, number) * 32768).astype("<i2").tobytes())
+    options = ["--model", model, "--dtype", "float32", "--ignore-eos", *ENGINE, "--seed", "3"]
+    options += ["--temperature", "1", "--max-tokens", "12"]
+    printed = []
+    for path in files:
+        assert main(["run", "hello", "--audio", path, *options]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] != printed[1]
+    samples, rate = np.round(sound(8000, 0) * 32768).astype(np.float32) / 32768, RATE
+    parts = [{"type": "audio", "audio": (samples, rate)}, {"type": "text", "text": "hello"}]
+    llm = LLM(model, cpu_threads=1, dtype="float32", seed=3)
+    params = SamplingParams(temperature=1, max_tokens=12, ignore_eos=True)
+    (expected,) = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
+    llm.shutdown()
+    assert len(printed[0]) > 3
+    assert printed[0] == expected.outputs[0].text + "\n"
+    assert main(["run", "hello", "--audio", files[0], "--raw", *options]) == 2
+    assert "--audio needs a chat template" in capsys.readouterr().err
