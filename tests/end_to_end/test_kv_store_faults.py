@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import random
@@ -115,15 +116,19 @@ class Disk:
 
 
 def run(kind: str, seed: int, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Replay conversations, with a fault and maybe a restart or a kill behind each round; returns the stored tokens."""
+    """Replay conversations, with a fault and maybe a restart or a kill behind each round; returns the stored tokens.
+
+    Behind the first round the engine is started again without a fault, so some tokens of the second are stored ones.
+    """
     monkeypatch.setattr(tier, "REST_S", 0.0)
     monkeypatch.setattr(tier, "MOST_REST_S", 0.0)
     rounds, num_stored, done = script(model, kind, NUM_CONVERSATIONS), 0, []
     disk, draw = Disk(folder / "rows", seed, monkeypatch), random.Random(seed)
+    sizes = itertools.chain([0.01, 0.01], (draw.choice([0.0005, 0.01]) for _ in itertools.count()))
     with contextlib.ExitStack() as running:
 
         def start() -> Any:
-            options = {"kv_store": str(disk.directory), "kv_store_gb": draw.choice([0.0005, 0.01])}
+            options = {"kv_store": str(disk.directory), "kv_store_gb": next(sizes)}
             return running.enter_context(engine(model, KINDS[kind][1] | options))
 
         llm = start()
@@ -131,8 +136,8 @@ def run(kind: str, seed: int, model: Path, folder: Path, monkeypatch: pytest.Mon
             answers, number = answers_of(llm, one.turns)
             assert answers == one.answers, f"after {done}"
             num_stored += number
-            done.append(disk.damage())
-            event = draw.choice(["restart", "kill", "go on", "go on"])
+            done.append(disk.damage() if done else "well")
+            event = draw.choice(["restart", "kill", "go on", "go on"]) if done[1:] else "restart"
             if event == "kill":
                 disk.snapshot()
             if event != "go on":
