@@ -23,7 +23,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from benchmarks.random_checkpoint import engine_of, tensors_of, write_checkpoint
+from benchmarks.random_checkpoint import tensors_of, write_checkpoint
 
 PORT = 8977
 URL = f"http://127.0.0.1:{PORT}"
@@ -93,12 +93,11 @@ def main() -> None:
         "--both", default="5500M", help="memory for the weights of both and a KV cache of 2 GiB"
     )
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, engine_of(args.model) as llm:
+    with tempfile.TemporaryDirectory() as folder:
         models = {
-            name: write_checkpoint(args.model, Path(folder) / name, tensors_of(llm, seed))
+            name: write_checkpoint(args.model, Path(folder) / name, tensors_of(args.model, seed))
             for seed, name in enumerate(("a", "b"), 1)
         }
-        llm.shutdown()
         with serving(models, args.one, "128M", Path(folder)) as client:
             report("load from packed weights", turns(client, models, args.rounds), 1.5)
         with serving(models, args.both, "2G", Path(folder)) as client:

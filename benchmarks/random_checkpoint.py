@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire import LLM
 
@@ -31,15 +32,17 @@ def engine_of(model: Path) -> Iterator[LLM]:
         llm.shutdown()
 
 
-def tensors_of(llm: LLM, seed: int) -> dict[str, torch.Tensor]:
-    """Return random tensors by the names of the engine's checkpoint."""
-    (shapes,) = llm.apply_model(
-        lambda model: {name: slots[0].source.stored_shape for name, slots in model.checkpoint_slots().items()}
-    )
+def tensors_of(model: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Return random tensors with the names and shapes that transformers gives a model with this config."""
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     draw = torch.Generator().manual_seed(seed)
     return {
-        name: torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=draw)
-        for name, shape in shapes.items()
+        name: torch.empty(tensor.shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=draw)
+        for name, tensor in empty.state_dict().items()
+        if name not in tied
     }
 
 

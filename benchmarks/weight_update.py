@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     with engine_of(args.model) as llm:
-        tensors = tensors_of(llm, seed=1)
+        tensors = tensors_of(args.model, seed=1)
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         has_room = SHM.is_dir() and shutil.disk_usage(SHM).free > 3 * num_bytes
         with tempfile.TemporaryDirectory(dir=SHM if has_room else None) as folder:
