@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -28,9 +29,9 @@ from quire.console.frames import (
     step_row,
     store_state,
 )
-from quire.engine.core_feature import CoreFeature
+from quire.engine.core_feature import CoreFeature, users_of
 from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
-from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats, StoreStats
+from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan
 
@@ -57,15 +58,7 @@ class ConsoleRecorder(CoreFeature):
         self._first_blocks = {False: 0, True: 0}  # on host -> where the next frame's part begins
         self._first_request = 0  # number of the request whose blocks come first in the next frame
 
-        self._store: StoreStats | None = None
-        self._max_blocks = 0
-
-    def _note_store(self, stats: SchedulerStats) -> None:
-        """Keep the state of the KV store, whose feature precedes this one."""
-        if stats.store is not None and self._store is None:
-            self._max_blocks = self._room_of_store()
-        self._store = stats.store
-
+    @cached_property
     def _room_of_store(self) -> int:
         """Return how many blocks the directory of the store may hold; 0: the store is a server."""
         asked = self._executor.config.kv_store
@@ -100,7 +93,6 @@ class ConsoleRecorder(CoreFeature):
     def _record_until(self, lease_end: float) -> None:
         if not self._lease_end:
             self._scheduler.observe(self._note)
-            self.add_stats = self._note_store  # type: ignore[method-assign]  # as long as a page asks
         self._lease_end = lease_end
 
     def _note(self, step: StepPlan, plan: SchedulerOutput, output: ModelRunnerOutput, now: float) -> None:
@@ -116,7 +108,6 @@ class ConsoleRecorder(CoreFeature):
         """Remove everything that recording needs."""
         if self._lease_end:
             self._scheduler.observe(None)
-            vars(self).pop("add_stats", None)
         self._lease_end = 0.0
         self._steps.clear()
         self._frame = None
@@ -126,6 +117,8 @@ class ConsoleRecorder(CoreFeature):
     def _make_frame(self, number: int, now: float) -> Frame:
         scheduler, kv = self._scheduler, self._scheduler.kv
         stats = scheduler.stats()
+        for feature in users_of("add_stats", self.others):
+            feature.add_stats(stats)
         return Frame(
             number=number,
             now=now,
@@ -137,7 +130,7 @@ class ConsoleRecorder(CoreFeature):
             device=self._part(kv.pool),
             host=self._part(kv.pool.host.pool, on_host=True),
             steps=[],
-            store=None if self._store is None else store_state(self._store, self._max_blocks),
+            store=None if stats.store is None else store_state(stats.store, self._room_of_store),
         )
 
     def _part(self, pool: BlockPool, *, on_host: bool = False) -> BlockStates:

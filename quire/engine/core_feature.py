@@ -54,6 +54,8 @@ class CoreFeature:
     """Utilities that leave scheduler and worker inconsistent if they fail midway."""
     reads_kv_events: ClassVar[bool] = False
     """True if the core calls `note_kv_events` and `pop_cache_delta`."""
+    others: Sequence[CoreFeature] = ()
+    """Other features of the core, in the order in which they are asked."""
 
     def __init__(self, config: EngineConfig, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
         self._executor = executor
@@ -151,4 +153,7 @@ def core_features(
 ) -> list[CoreFeature]:
     """Return the features that a config needs, in the order of `CORE_FEATURES`."""
     classes: list[type[CoreFeature]] = [import_place(place) for place in CORE_FEATURES.values()]
-    return [kind(config, executor, scheduler, clock) for kind in classes if kind.is_wanted(config)]
+    features = [kind(config, executor, scheduler, clock) for kind in classes if kind.is_wanted(config)]
+    for feature in features:
+        feature.others = tuple(one for one in features if one is not feature)
+    return features

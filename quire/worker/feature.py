@@ -117,7 +117,7 @@ class WorkerFeature:
 
     @property
     def rehearsed_models(self) -> Sequence[CausalLM]:
-        """Those of `models` with steps of their own, which the rehearsal runs as well."""
+        """Models of `models` that have steps of their own, which the rehearsal runs as well."""
         return ()
 
     def load(self, model: CausalLM) -> None:

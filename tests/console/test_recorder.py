@@ -6,11 +6,13 @@ from __future__ import annotations
 import base64
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from quire import LLM, SamplingParams
 from quire.console import recorder
 from quire.console.frames import CACHED, HELD, SHARED, BlockStates, Frame
 from quire.console.recorder import LEASE_S, MIN_INTERVAL_S, ConsoleRecorder
@@ -283,16 +285,37 @@ def test_frame_tells_how_full_the_store_is() -> None:
     engine = Engine(make_config())
     watching = watched(engine)
     assert watching.frame().store is None
-    stats = SchedulerStats(store=StoreStats("DISK", num_rows=7, num_bytes=7 << 20, num_loaded=2, num_saved=5))
+
+    class Storing(CoreFeature):
+        def add_stats(self, stats: SchedulerStats) -> None:
+            stats.store = StoreStats("DISK", num_rows=7, num_bytes=7 << 20, num_loaded=2, num_saved=5)
+
     engine.executor.config = engine.config.evolve(kv_store="/tmp/unused", kv_store_gb=1.0)
     info = RowStoreInfo("DISK", 1 << 20, is_writable=True, num_rows=0)
     engine.executor.open_row_store = lambda: info  # type: ignore[method-assign]
-    watching.add_stats(stats)
+    watching.others = (Storing(engine.config, engine.executor, engine.scheduler, Clock()),)
     watching._next_ts = 0.0
     store = watching.frame().store
     assert store is not None
     assert (store.medium, store.num_blocks, store.max_blocks) == ("DISK", 7, 1024)
     assert (store.num_bytes, store.num_loaded, store.num_saved) == (7 << 20, 2, 5)
+
+
+def test_a_running_core_tells_a_page_how_full_the_store_is(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(recorder, "MOST_OF_TIME", 1e9)
+    llm = LLM(str(tiny_model("llama")), cpu_threads=1, max_model_len=96, kv_store=str(tmp_path / "rows"))
+    assert llm.llm_engine.call_core("console_frame")["store"]["num_saved"] == 0
+    prompt = {"prompt_token_ids": [*STEM, *STEM]}
+    llm.generate(prompt, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert llm.llm_engine.call_core("reset_prefix_cache")  # it saves what is queued
+    store = llm.llm_engine.call_core("console_frame")["store"]
+    llm.shutdown()
+    assert store["medium"] == "DISK"
+    assert store["num_saved"] > 0
+    assert store["max_blocks"] > 0
 
 
 @pytest.mark.parametrize("num_pages", [1, 7])

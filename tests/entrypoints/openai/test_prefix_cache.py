@@ -40,7 +40,7 @@ EVERY_ROUTE: dict[str, dict[str, Any]] = {
     "/api/generate": {"model": "quire-demo", "prompt": TEXT, "stream": False, "options": {"num_predict": 2}},
     "/completion": {"prompt": TEXT, "n_predict": 2},
 }
-"""What generates; Ollama's and llama-server's have no salt of their own."""
+"""Bodies of the routes that generate; Ollama's and llama-server's have no salt of their own."""
 OTHERS = {"/infill", "/api/pull"}
 """Routes with streams that need a model made for it, and that generate nothing; /infill is answered as /completion."""
 
