@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
@@ -23,6 +23,8 @@ from quire.plugins import PluginTable, import_subclass, subclass_of
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_outputs_params import StructuredOutputsParams
 from quire.vocabulary import Vocabulary
+
+Result = TypeVar("Result")
 
 
 def _forget(request_ids: Sequence[str]) -> None:
@@ -201,8 +203,10 @@ class Executor(ABC):
         """
         raise NotImplementedError("open_row_store() comes first")
 
-    def run_on_worker(self, function: Callable[[Any], None]) -> None:
-        """Call a function of the caller's with the worker, between steps.
+    def run_on_worker(self, function: Callable[[Any], Result]) -> Result:
+        """Return the result of a function of the caller's with the worker, between steps.
+
+        What it raises is raised here, and leaves the worker as it was.
 
         Raises:
             ValidationError: the workers are in other processes.

@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
-from quire.executor.base import Executor
+from quire.executor.base import Executor, Result
 from quire.kv_cache.rows import STORE, RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.layers.shard import WHOLE, Shard
@@ -32,8 +32,6 @@ from quire.structured_outputs_params import StructuredOutputsParams
 from quire.vocabulary import Vocabulary
 from quire.worker.devices import make_device
 from quire.worker.worker import Worker
-
-Result = TypeVar("Result")
 
 
 class Lane(ABC):
@@ -214,8 +212,8 @@ class UniprocExecutor(Executor):
     ) -> Future[RowResult]:
         return self._worker.rows.start(action, rows, place)
 
-    def run_on_worker(self, function: Callable[[Worker], None]) -> None:
-        self._lane.start(partial(function, self._worker))()
+    def run_on_worker(self, function: Callable[[Worker], Result]) -> Result:
+        return self._lane.start(partial(_outcome, partial(function, self._worker)))().result()
 
     def shutdown(self) -> None:
         self._lane.close()

@@ -88,19 +88,14 @@ class StepProfiler(CoreFeature):
             self.stop()
 
     def _on_worker(self, call: Callable[[], None]) -> None:
-        """Run a call in the worker's thread; its failure must not reach the worker, which would end.
+        """Run a call in the worker's thread.
 
         Raises:
             ValidationError: it failed.
         """
-        failures: list[Exception] = []
-
-        def run(worker: Any) -> None:
-            try:
-                call()
-            except Exception as error:
-                failures.append(error)
-
-        self._executor.run_on_worker(run)
-        if failures:
-            raise ValidationError(f"the profiler failed: {failures[0]}") from failures[0]
+        try:
+            self._executor.run_on_worker(lambda worker: call())
+        except ValidationError:
+            raise
+        except Exception as error:
+            raise ValidationError(f"the profiler failed: {error}") from error
