@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.engine.slow_schedulers import HELD
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "größe, naïveté, 你好, привет, 😀👍🏽"] * 4
 EOS = "<|end|>"
@@ -24,6 +28,14 @@ def byte_level_tokenizer() -> Tokenizer:
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
     return tokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def held_cores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Name the file that holds the cores of `run_all`; their processes inherit it."""
+    os.environ[HELD] = str(tmp_path_factory.mktemp("held") / "cores")
+    yield
+    del os.environ[HELD]
 
 
 @pytest.fixture(scope="session")

@@ -6,20 +6,38 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from quire.scheduler.scheduler import Scheduler
 
 POISON = 99
 STEP_S = 0.005
+HELD = "QUIRE_TEST_HELD"  # names a file; while it exists, requests do not end for seconds
+HELD_TOKENS, HELD_STEP_S = 20, 0.25
+
+
+def hold_cores() -> None:
+    """Keep requests of `Slow` cores from their ends until `release_cores`."""
+    Path(os.environ[HELD]).touch()
+
+
+def release_cores() -> None:
+    """Let requests of `Slow` cores end."""
+    Path(os.environ[HELD]).unlink()
 
 
 class Slow(Scheduler):
-    """Takes its time, so that a core can be met in the middle of its work."""
+    """Takes its time, so that a core can be met in the middle of its work, however busy the machine is."""
 
     def schedule(self, now: float) -> Any:
-        time.sleep(STEP_S)
+        time.sleep(HELD_STEP_S if self._is_held() else STEP_S)
         return super().schedule(now)
+
+    def _is_held(self) -> bool:
+        file = os.environ.get(HELD)
+        late = any(request.num_output_tokens >= HELD_TOKENS for request in self._queues.running)
+        return late and file is not None and Path(file).exists()
 
 
 class Poisoned(Slow):

@@ -25,7 +25,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import Scheduler
-from tests.engine.slow_schedulers import POISON, Poisoned, Slow, Spinning
+from tests.engine.slow_schedulers import POISON, Poisoned, Slow, Spinning, hold_cores, release_cores
 from tests.fixtures.quick import quick
 
 
@@ -86,7 +86,11 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 
 
 async def run_all(engine: AsyncLLM, stop: str | None, disturb: Callable[[], None]) -> list[Any]:
-    """Return each request's result as a client sees it; `disturb` is called once all of them have begun."""
+    """Return each request's result as a client sees it; `disturb` is called once all of them have begun.
+
+    No request ends before that: cores with a `Slow` scheduler are held.
+    """
+    hold_cores()
     begun: set[int] = set()
     whole = len([one for one in REQUESTS if one[1].get("output_kind") is RequestOutputKind.FINAL_ONLY])
     is_disturbed = False
@@ -96,7 +100,10 @@ async def run_all(engine: AsyncLLM, stop: str | None, disturb: Callable[[], None
         begun.add(index)
         if len(begun) == len(REQUESTS) - whole and not is_disturbed:
             is_disturbed = True
-            disturb()
+            try:
+                disturb()
+            finally:
+                release_cores()
 
     async def one(index: int) -> Any:
         prompt, values = REQUESTS[index]
