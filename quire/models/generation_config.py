@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +78,25 @@ _USUAL: Mapping[str, Any] = {
 """Defaults of transformers' config classes: if config.json has them, they carry no information."""
 
 
-_OF_DECODERS = frozenset(
+SEQ2SEQ_KEYS = frozenset(
     {"num_beams", "length_penalty", "min_length", "max_length", "no_repeat_ngram_size", "bad_words_ids"}
     | {"forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"}
 )
 """Keys that `quire.seq2seq.settings` reads."""
+SPEECH_KEYS = frozenset(
+    {"suppress_tokens", "begin_suppress_tokens", "max_initial_timestamp_index", "is_multilingual"}
+    | {"alignment_heads", "no_timestamps_token_id", "prev_sot_token_id", "lang_to_id", "task_to_id"}
+    | {"return_timestamps", "forced_decoder_ids", "max_length", "language", "task"}
+)
+"""Keys that `quire.speech.vocabulary` reads, or finds in the tokenizer, or that a request states."""
 
 
-def read_generation_config(directory: Path, *, has_encoder: bool = False) -> dict[str, float]:
+def read_generation_config(
+    directory: Path, *, read_elsewhere: Container[str] = frozenset()
+) -> dict[str, float]:
     """Return the default sampling parameters in a directory's generation_config.json.
 
-    Keys that the prompts and searches of a model that `has_encoder` of text follow are not reported as left out.
+    Keys that are `read_elsewhere` are not reported as left out.
     Without that file those of config.json are used, where files from before 2023 have them, as in transformers.
 
     Raises:
@@ -97,17 +105,20 @@ def read_generation_config(directory: Path, *, has_encoder: bool = False) -> dic
     file = generation_file(directory)
     if not has_file(directory / GENERATION):
         file = _of_config(directory)
-    done = _OF_DECODERS if has_encoder else frozenset()
     ignored = [
         key
         for key, neutral in _NOT_DONE.items()
-        if key in file and file.get(key) not in neutral and key not in done
+        if key in file and file.get(key) not in neutral and key not in read_elsewhere
     ]
     if ignored:
         shown = ", ".join(f"{key} = {json.dumps(file.get(key)):.100}" for key in ignored)
         logger.warning("%s: not applied, requests say it themselves: %s", file.where, shown)
     known = {*_NOT_DONE, *_SAMPLING, *_INTEGERS}
-    unknown = [key for key in file.values if key not in known and not _HARMLESS.fullmatch(key)]
+    unknown = [
+        key
+        for key in file.values
+        if key not in known and key not in read_elsewhere and not _HARMLESS.fullmatch(key)
+    ]
     if unknown:
         logger.warning("%s: not read: %.200s", file.where, ", ".join(sorted(unknown)))
     return sampling_defaults(file)

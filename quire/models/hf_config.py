@@ -15,12 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.config.arch import ModelArch
+from quire.config.arch import ModelArch, Multimodal
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 from quire.models.architectures import architecture_kind
 from quire.models.built_in import ALSO_CALLED
 from quire.models.config_overrides import TEXT, with_overrides
-from quire.models.generation_config import generation_file, read_generation_config, token_ids
+from quire.models.generation_config import (
+    SEQ2SEQ_KEYS,
+    SPEECH_KEYS,
+    generation_file,
+    read_generation_config,
+    token_ids,
+)
 from quire.models.json_object import JsonObject, read_json_object
 from quire.models.multimodal import language_model_of
 from quire.models.quantized.experts import as_stored
@@ -157,7 +163,7 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
     arch = replace(
         arch,
         eos_token_ids=tuple(dict.fromkeys(arch.eos_token_ids + more)),
-        generation=read_generation_config(model_dir, has_encoder=part_of is not None and part_of.is_prompted),
+        generation=read_generation_config(model_dir, read_elsewhere=_keys_read_elsewhere(part_of)),
         quantization=quantization,
         part_of=part_of,
     )
@@ -166,6 +172,13 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
         logger.warning("%s: %s is loaded, and %s is not read", model_dir, SINGLE_NAME, INDEX_NAME)
     may_be_tied = part_of is not None and (file.flag(TIE, False) or file.child(TEXT).flag(TIE, False))
     return with_stored_head(as_stored(arch, stored.names), stored, may_be_tied=may_be_tied)
+
+
+def _keys_read_elsewhere(part_of: Multimodal | None) -> frozenset[str]:
+    """Return the keys of generation_config.json that a model with an encoder follows by other means."""
+    if part_of is None or not part_of.encoder_length:
+        return frozenset()
+    return SEQ2SEQ_KEYS if part_of.is_prompted else SPEECH_KEYS
 
 
 def read_config(config: JsonObject, model_impl: str) -> ModelArch:

@@ -708,3 +708,6 @@ def test_generation_config_key_unknown_is_warned_of(
         assert read_generation_config(tmp_path) == {}
     assert key in caplog.text
     assert "_from_model_config" not in caplog.text
+    caplog.clear()
+    assert read_generation_config(tmp_path, read_elsewhere={key}) == {}
+    assert key not in caplog.text
