@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
+import httpx
 import pytest
 
 if not __debug__:  # what tests stand on has asserts that must count, as those of the tests themselves do
@@ -47,6 +48,10 @@ settings.load_profile("quick")
 # loaded depends on the tests that it ran before, so without this the examples would differ from run to run.
 assert callable(providers._get_local_constants), "Hypothesis takes constants from elsewhere now: pin those"
 providers._get_local_constants = lambda: providers._local_constants
+# A busy machine answers late: where a test gives no timeout, httpx's 5 s shall not be its deadline.
+_PATIENCE = httpx._config.DEFAULT_TIMEOUT_CONFIG
+_PATIENCE.connect = _PATIENCE.read = _PATIENCE.write = _PATIENCE.pool = 300.0
+assert httpx.Client().timeout == httpx.Timeout(300.0), "httpx takes its default from elsewhere now: set that"
 # A shell gives its background jobs an ignored Ctrl-C, which tests of interrupts cannot do with.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from benchmarks.charts import charts
+from tests.fixtures.folded import folded
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -34,7 +34,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@folded("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!\w+:)([^)\s#]*)(?:#([^)\s]+))?\)", prose(page)):
         file = (page.parent / target).resolve() if target else page

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from quire.config.kv_transfer import parse_transfer_config, place_of, with_absolute_key_file
 from quire.errors import ConfigError, ValidationError
 from quire.kv_transfer_params import KVOffer, KVTransfer, read_transfer
+from tests.fixtures.folded import folded
 
 EXTRA = {"peers": ["10.0.0.7:14579", "tcp://[FE80::1]:7"]}
 BOTH = {"kv_connector": "RowServerConnector", "kv_role": "kv_both", "kv_connector_extra_config": EXTRA}
@@ -47,7 +48,7 @@ def test_the_params_of_an_offer_are_those_of_a_pull() -> None:
     assert read_transfer(nothing.as_params(), SETTINGS) is None
 
 
-@pytest.mark.parametrize(
+@folded(
     ("params", "message"),
     [
         ([], "must be an object, got list"),
@@ -108,7 +109,7 @@ def test_any_params_are_read_or_refused(changes: dict[str, Any], base: dict[str,
         assert read is None or read.place in ("", "tcp://10.0.0.7:14579", "tcp://[fe80::1]:7")
 
 
-@pytest.mark.parametrize(
+@folded(
     ("changes", "message"),
     [
         ({"kv_role": None}, 'needs "kv_role"'),

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from quire.platforms import choose_device
+from tests.fixtures.folded import folded
 
 CUDA = "__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
 ROCM = "cuda: Optional[str] = None\nhip: Optional[str] = '7.0'\nxpu: Optional[str] = None\n"
@@ -15,7 +14,7 @@ XPU = "cuda: Optional[str] = None\nhip = None\nxpu: Optional[str] = '20250000'\n
 CPU = "debug = False\ncuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: Optional[str] = None\n"
 
 
-@pytest.mark.parametrize(
+@folded(
     ("files", "build", "environ", "device", "reason"),
     [
         ([], CUDA, {}, "cpu", "no GPU was found"),

@@ -4,6 +4,7 @@ import pytest
 
 from quire.errors import ValidationError
 from quire.pooling_params import POOLING_TASKS, PoolingParams
+from tests.fixtures.folded import folded
 
 GOOD = [
     {},
@@ -13,14 +14,14 @@ GOOD = [
 ]
 
 
-@pytest.mark.parametrize("fields", GOOD)
+@folded("fields", GOOD)
 def test_valid_pooling_params_survive_serialization(fields):
     params = PoolingParams(**fields)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=PoolingParams) == params
     assert msgspec.to_builtins(params) == fields
 
 
-@pytest.mark.parametrize(
+@folded(
     ("param", "value"),
     [
         ("use_activation", 1),

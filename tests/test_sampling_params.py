@@ -10,9 +10,10 @@ import pytest
 
 from quire.errors import ValidationError
 from quire.sampling_params import RepetitionDetectionParams, SamplingParams, ThinkingMarkers
+from tests.fixtures.folded import folded
 
 
-@pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
+@folded("name", SamplingParams.__struct_fields__)
 def test_no_field_can_be_set(name: str) -> None:
     params = SamplingParams()
     with pytest.raises(AttributeError):
@@ -60,7 +61,7 @@ def test_stop_strings_are_bounded_in_all() -> None:
         SamplingParams(stop=["x" * 2048, "y" * 2049])
 
 
-@pytest.mark.parametrize(
+@folded(
     ("fields", "param"),
     [
         ({"bad_words": [" "]}, "bad_words"),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.folded import folded
+
 TOOL = Path(__file__).parents[1] / "tools" / "style.py"
 
 
@@ -25,9 +27,7 @@ def check(*arguments: Path | str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, TOOL, *arguments], check=False, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    "word", ["What", "Who", "Whom", "Whose", "Which", "How", "Where", "When", "Why", "That", "Of"]
-)
+@folded("word", ["What", "Who", "Whom", "Whose", "Which", "How", "Where", "When", "Why", "That", "Of"])
 def test_style_docstring_that_begins_with_a_clause_is_found(word: str, tmp_path: Path) -> None:
     source = f'"""Module."""\n\n\nclass A:\n    """{word} it does."""\n\n    def f(self) -> None:\n        """Run."""\n'
     done = run(tmp_path, source)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from quire.batch.line_file import SYNC_S, LineFile, drop_lines, opened_lines, replacement
 from quire.errors import ConfigError, QuireError
+from tests.fixtures.folded import folded
 
 BEGIN = b'{"row":'
 
@@ -34,7 +35,7 @@ def test_lines_are_read_where_they_were_written(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"row":1}\n{"row":22}\n{"row":3}\n'
 
 
-@pytest.mark.parametrize("length", range(1, 10))
+@folded("length", range(1, 10))
 def test_torn_line_is_cut_off(length: int, tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b'{"row":1}\n' + b'{"row":2}\n'[:length])

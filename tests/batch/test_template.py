@@ -11,11 +11,12 @@ import pytest
 
 from quire.batch.template import PromptTemplate
 from quire.errors import ConfigError, ValidationError
+from tests.fixtures.folded import folded
 
 CELLS = {"a": "A{b}", "two words": "W", "{b}": "B", 'q"': "Q", "}": "C"}
 
 
-@pytest.mark.parametrize(
+@folded(
     ("text", "prompt"),
     [
         ("", ""),
@@ -33,13 +34,13 @@ def test_template_inserts_values(text: str, prompt: str) -> None:
     assert PromptTemplate(text, "--prompt").render(CELLS) == prompt
 
 
-@pytest.mark.parametrize("text", ["{", "}", "{}", "a {b", "{a}}", "{a{b}}", '{"a}', '{"x": 1}', '{"\\x"}'])
+@folded("text", ["{", "}", "{}", "a {b", "{a}}", "{a{b}}", '{"a}', '{"x": 1}', '{"\\x"}'])
 def test_braces_that_name_nothing_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--prompt: the"):
         PromptTemplate(text, "--prompt")
 
 
-@pytest.mark.parametrize(
+@folded(
     ("value", "shown"),
     [
         (None, ""),

@@ -36,6 +36,7 @@ def test_every_group_passes_in_a_dry_run(
     assert "torch" in page.read_text().splitlines()[2]
 
 
+@pytest.mark.more
 def test_processes_share_the_checks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     page, args = tmp_path / "page.md", ["--device", "cpu", "--tiny", "--only", "models"]
     assert check.main([*args, "--jobs", "2", "--out", str(page)]) == 0, capfd.readouterr().err

@@ -26,6 +26,7 @@ from benchmarks.soak.said import (
 from benchmarks.soak.traffic import good_requests
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import live_server
+from tests.fixtures.folded import folded
 
 
 def test_a_slope_is_that_of_the_line_through_the_noise() -> None:
@@ -46,7 +47,7 @@ def chunk(reason: str | None) -> str:
     return f'data: {{"choices": [{{"index": 0, "text": "a", "finish_reason": {ended}}}]}}'
 
 
-@pytest.mark.parametrize(
+@folded(
     ("read", "lines"),
     [
         (openai_stream, []),

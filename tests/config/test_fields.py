@@ -13,6 +13,7 @@ import pytest
 from quire.config import ServerConfig, child_configs
 from quire.config.fields import Config, field_types, flag_of, info_of, plain_type
 from quire.errors import ConfigError
+from tests.fixtures.folded import folded
 
 OWNERS = [*child_configs().values(), ServerConfig]
 Field = dataclasses.Field[Any]
@@ -38,7 +39,7 @@ def kind_of(owner: type[Config], field: Field) -> Any:
     return plain_type(field_types(owner)[field.name])
 
 
-@pytest.mark.parametrize("owner", OWNERS, ids=lambda owner: owner.__name__)
+@folded("owner", OWNERS, ids=lambda owner: owner.__name__)
 def test_defaults_are_valid_and_the_class_is_frozen(owner: type[Config]) -> None:
     config = owner()
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -9,6 +9,7 @@ import pytest
 
 from quire.config import QuantizationConfig
 from quire.errors import ConfigError
+from tests.fixtures.folded import folded
 
 
 def test_defaults() -> None:
@@ -28,7 +29,7 @@ def test_every_key_is_read() -> None:
     config.check("cpu")
 
 
-@pytest.mark.parametrize(
+@folded(
     ("given", "message"),
     [
         (

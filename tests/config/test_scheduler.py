@@ -5,9 +5,10 @@ import pytest
 
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError
+from tests.fixtures.folded import folded
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("inf"), float("nan"), True, "2", None])
+@folded("weight", [0, -1, float("inf"), float("nan"), True, "2", None])
 def test_weights_of_tenants_are_numbers_above_0(weight: Any) -> None:
     with pytest.raises(ConfigError, match=r"above 0, got .* for 'a'"):
         SchedulerConfig(fair_weights={"a": weight})

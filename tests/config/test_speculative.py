@@ -10,13 +10,14 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.spec_decode.drafter import check_speculation, drafter_names
+from tests.fixtures.folded import folded
 
 
 def made(**given: Any) -> EngineConfig:
     return EngineConfig.from_args(speculative_config=given)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("given", "message"),
     [
         ({"num_speculative_tokens": 3}, 'needs a "method"'),

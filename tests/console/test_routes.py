@@ -16,6 +16,7 @@ from quire.console import routes
 from quire.engine.async_llm import AsyncLLM
 from tests.engine.slow_schedulers import Slow
 from tests.entrypoints.openai.serving import client_for
+from tests.fixtures.folded import folded
 
 ADMIN = {"authorization": "Bearer admin"}
 BODY = {"prompt": "hello " * 30, "max_tokens": 400, "ignore_eos": True, "seed": 1}
@@ -83,7 +84,7 @@ async def test_routes_are_absent_without_an_admin_key(engine: AsyncLLM) -> None:
         assert (await client.get("/console/frame")).status_code == 404
 
 
-@pytest.mark.parametrize(
+@folded(
     ("query", "status"),
     [
         ("frame?after=x", 400), ("frame?after=-1", 400), ("frame?after=99999999999999999999", 400),

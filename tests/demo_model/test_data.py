@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from demo_model import data, evaluate, facts, messages, phrases, talk, tool_phrases, tools, train, values
 from demo_model.cases import Case, thinking_case
+from tests.fixtures.folded import folded
 
 ASSETS = Path(__file__).resolve().parents[2] / "quire" / "assets" / "quire-demo"
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Wetter für eine Stadt",
@@ -65,7 +66,7 @@ def question_sets() -> list[tuple[list[str], list[str]]]:
     return pairs
 
 
-@pytest.mark.parametrize(("seen", "held"), question_sets())
+@folded(("seen", "held"), question_sets())
 def test_held_out_phrasings_never_occur_in_training(seen: list[str], held: list[str]) -> None:
     known = set(map(plain, seen))
     assert [text for text in held if without_affixes(plain(text)) & known] == []

@@ -155,7 +155,7 @@ def test_connections_are_bounded_and_a_gone_client_frees_its_own() -> None:
         prefill.waits = threading.Event()
         with served(proxy_of([prefill], [decode], max_connections=1)) as url:
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{url}{PATH}", json=CHAT, timeout=httpx.Timeout(WITHIN_S, read=0.5))
+                httpx.post(f"{url}{PATH}", json=CHAT, timeout=httpx.Timeout(WITHIN_S, read=2.0))
             wait_until(lambda: prefill.num_closed_early == 1)
             done: list[httpx.Response] = []
             first = threading.Thread(target=lambda: done.append(post(url)))

@@ -29,6 +29,7 @@ from quire.kernels import ops
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.reference import tree_sum
+from tests.fixtures.folded import folded
 from tests.fixtures.threads import shuffle
 
 SIZES = [2, 3, 4]
@@ -43,7 +44,7 @@ def on_all(groups: Sequence[Group], work: Callable[[Group], Any]) -> list[Any]:
 
 
 def in_process(size: int, directory: Path) -> Sequence[Group]:
-    return InProcess.group(size, timeout_s=20)
+    return InProcess.group(size, timeout_s=300)
 
 
 def gloo(size: int, directory: Path) -> Sequence[Group]:
@@ -56,7 +57,7 @@ def gloo(size: int, directory: Path) -> Sequence[Group]:
 
 def shared_memory(size: int, directory: Path) -> Sequence[Group]:
     """With so small pieces that most tensors take several."""
-    return on_all(InProcess.group(size, timeout_s=20), lambda group: share_memory(group, piece_bytes=64))
+    return on_all(InProcess.group(size, timeout_s=300), lambda group: share_memory(group, piece_bytes=64))
 
 
 def hosts(size: int, directory: Path) -> Sequence[Group]:
@@ -64,7 +65,7 @@ def hosts(size: int, directory: Path) -> Sequence[Group]:
     worlds = in_process(size, directory)
     if size != 4:
         return worlds
-    near, far = ([InProcess.group(2, timeout_s=20) for _ in range(2)] for _ in range(2))
+    near, far = ([InProcess.group(2, timeout_s=300) for _ in range(2)] for _ in range(2))
 
     def join(world: Group) -> Group:
         host, place = divmod(world.rank, 2)
@@ -171,7 +172,7 @@ def test_the_tree_over_all_holds_the_tree_over_each_half() -> None:
 
 
 def test_all_ranks_learn_which_rank_left_and_why() -> None:
-    groups = InProcess.group(3, timeout_s=20)
+    groups = InProcess.group(3, timeout_s=300)
 
     def work(group: Group) -> str:
         if group.rank == 2:
@@ -189,7 +190,7 @@ def test_all_ranks_learn_which_rank_left_and_why() -> None:
 
 def common(size: int, **options: Any) -> list[SharedMemory]:
     """Ranks that are threads, with memory in common."""
-    groups = on_all(InProcess.group(size, timeout_s=20), lambda group: share_memory(group, **options))
+    groups = on_all(InProcess.group(size, timeout_s=300), lambda group: share_memory(group, **options))
     assert all(isinstance(group, SharedMemory) for group in groups), "this machine has memfd"
     return groups
 
@@ -252,12 +253,12 @@ def test_shared_memory_is_unnamed_and_freed_with_its_processes() -> None:
 
 def test_ranks_that_cannot_all_have_the_memory_go_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
     for able in ([True, False], [False, True]):
-        groups = InProcess.group(2, timeout_s=20)
+        groups = InProcess.group(2, timeout_s=300)
         assert on_all(groups, lambda group, able=able: share_memory(group, able=able[group.rank])) == groups
-    many = InProcess.group(MAX_RANKS + 1, timeout_s=20)
+    many = InProcess.group(MAX_RANKS + 1, timeout_s=300)
     assert on_all(many, share_memory) == many
     monkeypatch.setattr(os, "memfd_create", lambda name: os.open(os.devnull, os.O_RDWR))  # of no size
-    groups = InProcess.group(2, timeout_s=20)
+    groups = InProcess.group(2, timeout_s=300)
     assert on_all(groups, share_memory) == groups
 
 
@@ -383,7 +384,7 @@ def test_sums_across_hosts_have_the_bits_of_one_tree(dtype: torch.dtype, count: 
         assert torch.equal(found, tree_sum(shown))
 
 
-@pytest.mark.parametrize(
+@folded(
     ("ranks", "size"),
     [
         ("aabb", 2),

@@ -9,6 +9,7 @@ import pytest
 
 from quire.layers import states
 from tests.end_to_end.server import Server
+from tests.fixtures.thread_ranks import thread_ranks as thread_ranks
 from tests.reliability.service import Baseline, Service
 
 

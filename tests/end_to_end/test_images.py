@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import ollama
@@ -117,6 +116,8 @@ def test_stock_clients_get_the_answer_of_offline_chat(server: Server, answers: d
     assert reply.usage.prompt_tokens_details.image_tokens == 16  # type: ignore[union-attr]
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(image).decode()}
     content: Any = [{"type": "image", "source": source}, {"type": "text", "text": TEXT}]
+    import anthropic  # which takes seconds, so processes that do not run this test do without
+
     with anthropic.Anthropic(base_url=server.url, api_key="none") as claude:
         message = claude.messages.create(
             model=NAME,

@@ -16,6 +16,7 @@ from quire.errors import ConfigError
 from quire.kv_store import tier
 from quire.kv_store.memory import MemoryStore, RowMemory
 from quire.kv_store.server import RowServer
+from tests.fixtures.quick import quick
 
 OPTIONS: dict[str, Any] = {"max_model_len": 160, "cpu_threads": 1, "max_num_seqs": 4, "block_size": 4}
 CACHES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -106,7 +107,12 @@ def test_engines_share_prefixes_by_a_row_server(
         conversations(model, 7, [server.address], options)
 
 
-def test_two_ranks_keep_rows_of_their_own(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks_are", quick(["threads", "processes"], ["threads"]))
+def test_two_ranks_keep_rows_of_their_own(
+    ranks_are: str, tiny_model: Callable[[str], Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if ranks_are == "threads":
+        request.getfixturevalue("thread_ranks")
     model, store = tiny_model("llama-tied-bias"), str(tmp_path / "store")
     ranks = {"tensor_parallel_size": 2}
     expected, _ = conversations(model, 3, [None] * 2, ranks)

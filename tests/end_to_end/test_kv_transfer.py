@@ -15,6 +15,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.kv_store import tier
+from tests.fixtures.quick import quick
 
 OPTIONS: dict[str, Any] = {"max_model_len": 160, "cpu_threads": 1, "max_num_seqs": 4, "block_size": 4}
 CACHES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -145,7 +146,12 @@ def test_salts_keep_their_own_blocks(tiny_model: Callable[[str], Path]) -> None:
             assert output.num_stored_tokens == 0
 
 
-def test_ranks_transfer_their_own_blocks(tiny_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("ranks_are", quick(["threads", "processes"], ["threads"]))
+def test_ranks_transfer_their_own_blocks(
+    ranks_are: str, tiny_model: Callable[[str], Path], request: pytest.FixtureRequest
+) -> None:
+    if ranks_are == "threads":
+        request.getfixturevalue("thread_ranks")
     model, (prompt,) = tiny_model("llama-tied-bias"), prompts_of(10, 1)
     ranks = {"tensor_parallel_size": 2}
     with engine(model, **ranks) as alone:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ModelLoadError
+from tests.fixtures.folded import folded
 
 START, END, TOOL, IMAGE, PAD = "<|im_start|>", "<|im_end|>", "<Tool>", "<image>", "[PAD]"
 IN_VOCABULARY = "<s>"
@@ -156,8 +157,8 @@ CONTRADICTIONS: dict[str, tuple[dict[str, int], str]] = {
 }
 
 
-@pytest.mark.parametrize("place", ["added_tokens.json", "added_tokens_decoder"])
-@pytest.mark.parametrize("name", CONTRADICTIONS)
+@folded("place", ["added_tokens.json", "added_tokens_decoder"])
+@folded("name", CONTRADICTIONS)
 def test_contradicting_ids_are_refused(name: str, place: str, tmp_path: Path) -> None:
     tokens, problem = CONTRADICTIONS[name]
     write_backend(tmp_path, [])
@@ -172,7 +173,7 @@ def test_contradicting_ids_are_refused(name: str, place: str, tmp_path: Path) ->
         Tokenizer.from_dir(tmp_path)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("config", "problem"),
     [
         ({"added_tokens_decoder": {"x": {"content": START}}}, "the key 'x' must be a token id"),

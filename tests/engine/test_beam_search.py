@@ -15,6 +15,7 @@ from quire.metrics.stats import IterationStats
 from quire.outputs import RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.output import RequestUpdate, TokenLogprobs
+from tests.fixtures.folded import folded
 
 VOCAB_SIZE = 11
 
@@ -34,7 +35,7 @@ def score(tokens: list[int], penalty: float, before: tuple[int, ...] = ()) -> fl
     return sum(each[token] for each, token in zip(logprobs, tokens, strict=True)) / len(tokens) ** penalty
 
 
-@pytest.mark.parametrize("seed", range(20))
+@folded("seed", range(20))
 def test_search_as_wide_as_the_vocabulary_finds_the_best_two(seed: int) -> None:
     """And its scores are those of its tokens."""
     penalty = [0.0, 1.0, -0.5][seed % 3]

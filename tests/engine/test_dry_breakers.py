@@ -10,6 +10,7 @@ from quire.errors import ValidationError
 from quire.sampling_extras import DRY_SEQUENCE_BREAKERS
 from quire.sampling_params import SamplingParams
 from tests.engine.tokenizer_kinds import KINDS, Kind
+from tests.fixtures.folded import folded
 
 
 def get_tokenizer_context(kind: Kind) -> TokenizerContext:
@@ -31,7 +32,7 @@ def expected_forms(kind: Kind, breaker: str) -> set[tuple[int, tuple[int, ...]]]
     return found
 
 
-@pytest.mark.parametrize("name", KINDS)
+@folded("name", KINDS)
 def test_breakers_are_the_tokens_that_spell_them(name: str) -> None:
     kind = Kind(name)
     texts = ["a", "th", "he.", "an", "n't", "日本", "</s>", "a</s>", ",", "zzz", "ab" * 20]

@@ -29,6 +29,7 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import SchedulerStats
 from tests.engine.test_state_machine import parameters, prompts
 from tests.engine.whole_engine import WholeEngine, alone, letters_model
+from tests.fixtures.folded import folded
 
 
 class Cores:
@@ -263,7 +264,7 @@ def test_a_request_that_waits_ends_at_its_deadline_too() -> None:
     cores.run()
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), "3", True])
+@folded("timeout_s", [0, -1.0, float("inf"), float("nan"), "3", True])
 def test_a_bad_timeout_is_refused(timeout_s: Any) -> None:
     cores = Cores()
     with pytest.raises(ValidationError, match="timeout_s must be a positive number"):

@@ -72,7 +72,7 @@ class OtherHost:
 
     def go(self) -> None:
         self.host.stop()
-        self.thread.join(10)
+        self.thread.join(300)
         assert not self.thread.is_alive()
 
 
@@ -92,7 +92,7 @@ async def test_lost_host_fails_no_request_and_may_rejoin(comes_back: bool, null_
         gone = disturbing(engine, lambda: threading.Thread(target=other.go).start())
         assert await run_all(engine, stop, gone) == results
         assert engine.is_ready
-        other.thread.join(10)
+        other.thread.join(300)
         if not comes_back:
             return
         other = OtherHost(null_model_dir, port)
@@ -100,7 +100,7 @@ async def test_lost_host_fails_no_request_and_may_rejoin(comes_back: bool, null_
         assert await run_all(engine, stop, disturbing(engine, lambda: None)) == results
         await check_verbs(engine)
         await engine.shutdown()
-        other.thread.join(10)
+        other.thread.join(300)
         assert not other.thread.is_alive(), "the server has said that this is the end"
     finally:
         await engine.shutdown()
@@ -238,7 +238,7 @@ def test_a_host_waits_for_a_server_that_is_gone_without_a_word(null_model_dir: P
             else:
                 assert client._joined is not None
                 client._joined.wire.release()
-    other.thread.join(10)
+    other.thread.join(300)
     assert not other.thread.is_alive()
 
 

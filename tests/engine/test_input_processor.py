@@ -18,6 +18,7 @@ from quire.engine.messages import add_message
 from quire.engine.startup import load_tokenizer, prepare
 from quire.errors import ContextLengthError, ValidationError
 from quire.sampling_params import SamplingParams
+from tests.fixtures.folded import folded
 
 
 def make_processor(model_dir: Path, **args: Any) -> InputProcessor:
@@ -37,7 +38,7 @@ def test_text_ids_and_dicts_become_the_same_request(processor: InputProcessor) -
     assert all(processor.tokenize(form).token_ids == ids for form in forms)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("prompt", "message"),
     [
         ("", "must not be empty"),
@@ -88,7 +89,7 @@ def test_huge_text_is_refused_before_it_is_tokenized(
             processor.tokenize(prompt)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@folded(
     ("params", "param"),
     [
         ({"logprobs": 21}, "logprobs"),

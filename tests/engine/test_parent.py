@@ -26,7 +26,7 @@ from quire.scheduler.scheduler import Scheduler
 from tests.engine.slow_schedulers import NeverThere
 from tests.fixtures.quick import quick
 
-GONE_WITHIN_S = 5.0
+GONE_WITHIN_S = 60.0
 PARENT = """
 import sys
 from quire.config import EngineConfig

@@ -17,6 +17,7 @@ from quire.config.cache import KVEventsConfig
 from quire.engine.replicas.configs import check_replicas, replica_configs
 from quire.errors import ConfigError
 from quire.platforms import Host, Node, divide_cores, format_processors, nodes_of
+from tests.fixtures.folded import folded
 
 GIB = 2**30
 
@@ -70,7 +71,7 @@ def test_no_core_is_given_to_two_and_none_is_left(sizes: list[int], num_replicas
         assert max(lengths) - min(lengths) <= 1
 
 
-@pytest.mark.parametrize(
+@folded(
     ("sizes", "num_replicas", "placed"),
     [
         ((4, 4), 2, [[0], [1]]),

@@ -172,10 +172,10 @@ async def test_a_stopped_core_is_killed_and_replaced(
 @pytest.mark.item(44)
 async def test_spinning_core_is_found_by_its_expected_step_time(null_model_dir: Path) -> None:
     """Not after the 20 timeouts that a step may take of which nothing is known."""
-    engine = await started(null_model_dir, Spinning, core_heartbeat_timeout=1.0, on_core_death="error")
+    engine = await started(null_model_dir, Spinning, core_heartbeat_timeout=3.0, on_core_death="error")
     first = process_of(engine)
     await collect(engine, [1], params())
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(50):
         with pytest.raises(UnavailableError):
             await collect(engine, [POISON], params())
     assert first.returncode == -signal.SIGKILL
@@ -213,7 +213,7 @@ async def test_requests_may_join_or_leave_while_no_core_runs(
     stats = asyncio.create_task(engine.call_core("stats"))
     await asyncio.sleep(0)
     process_of(engine).kill()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while engine.is_ready:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     joins = asyncio.create_task(collect(engine, [1, 2], params()))
@@ -282,7 +282,7 @@ async def test_shutdown_during_a_core_restart_leaves_nothing(
     for num_turns in (0, 20):
         engine = await started(null_model_dir)
         process_of(engine).kill()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while engine.is_ready:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         for _ in range(num_turns):
@@ -324,7 +324,7 @@ async def test_garbage_to_the_front_end_costs_a_line_in_the_log(
         for frame in frames:
             socket.send(frame)
     assert len((await collect(engine, [1], params())).outputs[0].token_ids) == 60
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while "answers call 77" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     assert len((await collect(engine, [1], params())).outputs[0].token_ids) == 60

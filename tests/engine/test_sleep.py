@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from quire.engine.trace import read_trace, replay
 from quire.errors import ConflictError, UnavailableError, ValidationError
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.slow_schedulers import Slow
+from tests.engine.slow_schedulers import Slow, hold_cores, release_cores
 from tests.engine.test_restart import started
 from tests.engine.whole_engine import WholeEngine, alone, check_result
+from tests.fixtures.folded import folded
 from tests.fixtures.quick import quick
 
 MODEL = Path(DEMO_MODEL)
@@ -59,12 +61,23 @@ async def until_running(engine: AsyncLLM) -> None:
         await asyncio.sleep(0.002)
 
 
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Keep requests that run in this block from their ends."""
+    hold_cores()
+    try:
+        yield
+    finally:
+        release_cores()
+
+
 @pytest.mark.parametrize("level", LEVELS)
 async def test_requests_that_are_kept_go_on_with_the_same_tokens(engine: AsyncLLM, level: int) -> None:
     expected = await generate(engine, "before", params())
-    tasks = [asyncio.create_task(generate(engine, f"{i}", params())) for i in range(3)]
-    await until_running(engine)
-    await engine.sleep(level, "keep")
+    with held():
+        tasks = [asyncio.create_task(generate(engine, f"{i}", params())) for i in range(3)]
+        await until_running(engine)
+        await engine.sleep(level, "keep")
     assert (await num_running(engine) > 0) == (level == 0)
     await asyncio.sleep(0.1)
     assert not any(task.done() for task in tasks)
@@ -75,9 +88,10 @@ async def test_requests_that_are_kept_go_on_with_the_same_tokens(engine: AsyncLL
 
 @pytest.mark.parametrize("level", LEVELS)
 async def test_abort_ends_requests_and_wait_waits_for_them(engine: AsyncLLM, level: int) -> None:
-    running = asyncio.create_task(generate(engine, "a", params(60)))
-    await until_running(engine)
-    await engine.sleep(level, "abort")
+    with held():
+        running = asyncio.create_task(generate(engine, "a", params(60)))
+        await until_running(engine)
+        await engine.sleep(level, "abort")
     assert (await running).outputs[0].finish_reason == "abort"
     await engine.wake_up()
     running = asyncio.create_task(generate(engine, "b", params(20)))
@@ -122,14 +136,15 @@ async def test_sleeping_twice_and_waking_twice_is_fine(engine: AsyncLLM) -> None
 
 
 async def test_a_sleep_that_waits_can_be_called_off(engine: AsyncLLM) -> None:
-    running = asyncio.create_task(generate(engine, "a", params(90)))
-    await until_running(engine)
-    waiting = asyncio.create_task(engine.sleep(1, "wait"))
-    while not engine.is_sleeping:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    with pytest.raises(UnavailableError):
-        await generate(engine, "b", params())
-    await engine.wake_up()
+    with held():
+        running = asyncio.create_task(generate(engine, "a", params(90)))
+        await until_running(engine)
+        waiting = asyncio.create_task(engine.sleep(1, "wait"))
+        while not engine.is_sleeping:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        with pytest.raises(UnavailableError):
+            await generate(engine, "b", params())
+        await engine.wake_up()
     with pytest.raises(ConflictError, match="woken"):
         await waiting
     assert (await generate(engine, "b", params())).finished
@@ -137,12 +152,14 @@ async def test_a_sleep_that_waits_can_be_called_off(engine: AsyncLLM) -> None:
 
 
 async def test_caller_that_disconnects_leaves_the_engine_awake(engine: AsyncLLM) -> None:
-    running = asyncio.create_task(generate(engine, "a", params(60)))
-    await until_running(engine)
-    waiting = asyncio.create_task(engine.sleep(1, "wait"))
-    await asyncio.sleep(0.01)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
+    with held():
+        running = asyncio.create_task(generate(engine, "a", params(60)))
+        await until_running(engine)
+        waiting = asyncio.create_task(engine.sleep(1, "wait"))
+        while not engine.is_sleeping:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
     assert (await generate(engine, "b", params(2))).finished
     await running
 
@@ -176,9 +193,10 @@ async def test_wake_up_completes_if_the_caller_disconnects(engine: AsyncLLM) -> 
 async def test_a_core_that_takes_anothers_place_sleeps_as_deep(tags: list[str]) -> None:
     engine = await started(MODEL)
     expected = await generate(engine, "before", params())
-    running = asyncio.create_task(generate(engine, "a", params()))
-    await until_running(engine)
-    await engine.sleep(2, "keep")
+    with held():
+        running = asyncio.create_task(generate(engine, "a", params()))
+        await until_running(engine)
+        await engine.sleep(2, "keep")
     await engine.wake_up(tags)
     (client,) = engine._clients
     assert isinstance(client, ProcessClient)
@@ -195,11 +213,12 @@ async def test_a_core_that_takes_anothers_place_sleeps_as_deep(tags: list[str]) 
 
 async def test_an_engine_that_loads_cannot_sleep_and_ends_nothing() -> None:
     engine = await started(MODEL)
-    running = asyncio.create_task(generate(engine, "a", params()))
-    await until_running(engine)
-    (client,) = engine._clients
-    assert isinstance(client, ProcessClient)
-    os.kill(client.process.pid, signal.SIGKILL)
+    with held():
+        running = asyncio.create_task(generate(engine, "a", params()))
+        await until_running(engine)
+        (client,) = engine._clients
+        assert isinstance(client, ProcessClient)
+        os.kill(client.process.pid, signal.SIGKILL)
     while engine.is_ready:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     with pytest.raises(UnavailableError, match="before it is ready"):
@@ -236,7 +255,7 @@ async def test_core_failing_to_sleep_is_replaced_by_a_sleeping_one(
     await engine.shutdown()
 
 
-@pytest.mark.parametrize("bad", [-1, 3, True, "1", None, 1.5])
+@folded("bad", [-1, 3, True, "1", None, 1.5])
 async def test_levels_that_are_none(bad: Any) -> None:
     engine = await started(MODEL, in_process=True)
     with pytest.raises(ValidationError, match="level must be one of 0, 1, 2"):

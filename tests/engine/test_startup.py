@@ -17,6 +17,7 @@ from quire.engine.start_feature import Usage
 from quire.engine.startup import DEFAULT_MAX_NUM_SEQS, MAX_ROUNDS, prepare, without_effect
 from quire.errors import ConfigError
 from quire.kernels import cpu
+from tests.fixtures.folded import folded
 
 
 def prepared(**args: Any) -> EngineConfig:
@@ -219,8 +220,8 @@ def test_encoder_with_texts_beyond_a_step_is_refused(encoder: Path) -> None:
         prepared(model=str(encoder), max_num_batched_tokens=500)
 
 
-@pytest.mark.parametrize("usage", ["offline", "server"])
-@pytest.mark.parametrize("tokens", [1, 64, 4096])
+@folded("usage", ["offline", "server"])
+@folded("tokens", [1, 64, 4096])
 def test_max_num_seqs_unset_is_at_most_max_num_batched_tokens(usage: Usage, tokens: int) -> None:
     config = prepare(EngineConfig.from_args(max_num_batched_tokens=tokens), usage)
     assert config.scheduler.max_num_seqs == min(tokens, DEFAULT_MAX_NUM_SEQS[usage])

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from quire.engine.tokenizer import BYTE_TOKENS, max_chars_per_token
 from quire.engine.tokenizer import Tokenizer as QuireTokenizer
 from tests.engine.conftest import byte_level_tokenizer
+from tests.fixtures.folded import folded
 
 
 def byte_fallback() -> Tokenizer:
@@ -98,7 +99,7 @@ def test_no_text_has_fewer_tokens_than_the_bound(make: Callable[[], Tokenizer]) 
     assert tokenizer.min_num_tokens("x" * 10**6) > 10**4
 
 
-@pytest.mark.parametrize(
+@folded(
     "make",
     [
         without_some_bytes,

@@ -16,6 +16,7 @@ from quire.kernels import reference
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
+from tests.fixtures.folded import folded
 from tests.fixtures.threads import shuffle
 from tests.kernels.op_cases import TOLERANCES, int8_caches
 
@@ -131,29 +132,29 @@ MIXED = [(0, 0, 90), (1, 11, 12), (2, 100, 133), (3, 0, 1), (1, 5, 9), (2, 132, 
 LENGTHS = [90, 40, 133, 1]
 
 
-@pytest.mark.parametrize("feature", list(FEATURES))
-@pytest.mark.parametrize("size", [8, 32, 64, 80, 96, 128, 256])
+@folded("feature", list(FEATURES))
+@folded("size", [8, 32, 64, 80, 96, 128, 256])
 def test_head_sizes(size: int, feature: str) -> None:
     shape = Shape(size=size)
     Cache(shape, LENGTHS).compare(MIXED, **shape.options(feature))
 
 
-@pytest.mark.parametrize("feature", ["plain", "all"])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 13])
+@folded("feature", ["plain", "all"])
+@folded("group", [1, 2, 3, 4, 5, 6, 7, 8, 13])
 def test_query_heads_of_a_key_head(group: int, feature: str) -> None:
     shape = Shape(q_heads=2 * group, size=32)
     Cache(shape, LENGTHS).compare(MIXED, **shape.options(feature))
 
 
-@pytest.mark.parametrize("feature", list(FEATURES))
-@pytest.mark.parametrize("block_size", [1, 8, 12, 16, 32, 128])
+@folded("feature", list(FEATURES))
+@folded("block_size", [1, 8, 12, 16, 32, 128])
 def test_block_sizes(block_size: int, feature: str) -> None:
     shape = Shape(block_size=block_size, size=32)
     Cache(shape, LENGTHS).compare(MIXED, **shape.options(feature))
 
 
-@pytest.mark.parametrize("cache_dtype", [*FLOATS, torch.int8], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@folded("cache_dtype", [*FLOATS, torch.int8], ids=str)
+@folded("dtype", FLOATS, ids=str)
 def test_dtypes(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     for block_size in (8, 12, 16):
         shape = Shape(dtype=dtype, cache_dtype=cache_dtype, block_size=block_size)
@@ -337,8 +338,8 @@ def test_strided_queries_have_the_bits_of_their_copy() -> None:
     assert torch.equal(out, attention.paged_attention(q, cache.k, cache.v, metadata, 0.125))
 
 
-@pytest.mark.parametrize("cache_dtype", [*FLOATS, torch.int8], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@folded("cache_dtype", [*FLOATS, torch.int8], ids=str)
+@folded("dtype", FLOATS, ids=str)
 def test_stored_bits_are_the_oracles(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     for block_size, size in [(16, 64), (3, 24), (1, 8), (128, 128)]:
         shape = Shape(size=size, block_size=block_size, dtype=dtype, cache_dtype=cache_dtype)
@@ -431,7 +432,7 @@ def ints(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("call", "error", "message"),
     [
         (

@@ -14,6 +14,7 @@ from quire.kernels import reference
 from quire.kernels.attention_metadata import GroupMetadata
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
+from tests.fixtures.folded import folded
 from tests.fixtures.threads import shuffle
 from tests.kernels.op_cases import TOLERANCES
 
@@ -73,8 +74,8 @@ def attend(
     return result
 
 
-@pytest.mark.parametrize("feature", list(FEATURES))
-@pytest.mark.parametrize(
+@folded("feature", list(FEATURES))
+@folded(
     ("heads", "kv_heads", "size"), [(4, 4, 64), (2, 2, 32), (3, 1, 256), (5, 5, 24), (4, 2, 8), (12, 4, 40)]
 )
 def test_shapes(heads: int, kv_heads: int, size: int, feature: str) -> None:
@@ -86,7 +87,7 @@ def test_shapes(heads: int, kv_heads: int, size: int, feature: str) -> None:
         torch.testing.assert_close(attend(sequences, kv_heads, **features), want, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("feature", list(FEATURES))
+@folded("feature", list(FEATURES))
 def test_the_oracle_is_torchs_attention(feature: str) -> None:
     features = options(feature, 4)
     rows = sequence(0, 50, 4, 4, 16, torch.float32)
@@ -114,7 +115,7 @@ def test_a_sequence_has_the_same_bits_in_any_company(lengths: list[int], feature
 
 
 @pytest.mark.usefixtures("restore_threads")
-@pytest.mark.parametrize("feature", list(FEATURES))
+@folded("feature", list(FEATURES))
 def test_threads_change_no_bit(feature: str) -> None:
     sequences = [sequence(i, length, 4, 2, 32, torch.float32) for i, length in enumerate((1300, 40, 1))]
     want = attend(sequences, 2, **options(feature, 4))

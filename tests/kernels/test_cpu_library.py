@@ -15,6 +15,7 @@ from quire.errors import ConfigError, StartupError
 from quire.kernels import ops
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
+from tests.fixtures.folded import folded
 from tests.kernels.op_cases import compare
 
 if library.loaded() is None:
@@ -203,7 +204,7 @@ def test_a_strided_view_has_the_same_bits_as_its_copy() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@folded(
     ("call", "error", "message"),
     [
         (

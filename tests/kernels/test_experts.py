@@ -16,6 +16,7 @@ from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.linear import FLOAT, FusedActivation, GatedActivation, WeightScheme
+from tests.fixtures.folded import folded
 from tests.kernels.op_cases import ROUTINGS, SCHEMES, expert_adapters, random_experts
 
 if library.loaded() is None:
@@ -30,7 +31,7 @@ FORMATS = [
     *((FLOAT, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
     *((scheme, torch.bfloat16) for scheme in SCHEMES[1:]),
 ]
-every_format = pytest.mark.parametrize(("scheme", "dtype"), FORMATS, ids=str)
+every_format = folded(("scheme", "dtype"), FORMATS, ids=str)
 COUNT, TOP_K, HIDDEN, INNER = 7, 3, 90, 50
 TOKENS = (0, 1, 2, 5, 64, 65, 130, 300)
 
@@ -178,7 +179,7 @@ def test_unselected_expert_is_not_read() -> None:
     assert binding.experts(x, chosen, weights, of).isfinite().all()
 
 
-@pytest.mark.parametrize(("routing", "count"), ROUTINGS, ids=str)
+@folded(("routing", "count"), ROUTINGS, ids=str)
 def test_a_row_is_routed_by_itself(routing: Routing, count: int) -> None:
     logits = rows(33, count)
     together = binding.route(logits, None, routing)

@@ -15,6 +15,7 @@ from quire.kernels.cpu import library
 from quire.kernels.formats import BlockScales, Numbers, format_of, words
 from quire.kernels.formats.books import BookFormat
 from quire.kernels.linear import WeightScheme
+from tests.fixtures.folded import folded
 
 OUTPUTS, INPUTS = 40, 512
 BOOKS = ("e2m1", "iq4_nl", "nf4", "fp4")
@@ -80,7 +81,7 @@ def forms(kind: str, group: int) -> list[tuple[WeightScheme, Numbers]]:
     ]
 
 
-every_kind = pytest.mark.parametrize(("kind", "group"), [*product(KINDS, GROUPS)])
+every_kind = folded(("kind", "group"), [*product(KINDS, GROUPS)])
 
 
 @every_kind
@@ -122,7 +123,7 @@ def test_format_matmul_matches_the_oracle_by_row_in_any_batch(kind: str, group: 
             assert torch.equal(ops.packed_embedding(ids, weight), reference.packed_embedding(ids, weight))
 
 
-@pytest.mark.parametrize(
+@folded(
     ("scheme", "changed", "message"),
     [
         (WeightScheme("int8", 48), {}, "group_size must be one of 0, 16, 32"),

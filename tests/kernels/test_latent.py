@@ -17,6 +17,7 @@ from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.linear import FLOAT
+from tests.fixtures.folded import folded
 from tests.kernels.op_cases import SCHEMES, TOLERANCES
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -126,15 +127,15 @@ LENGTHS = [90, 40, 133, 1]
 
 
 @needs_kernels
-@pytest.mark.parametrize("rank", [16, 48, 256, 512])
-@pytest.mark.parametrize("heads", [1, 5, 16, 40, 128])
+@folded("rank", [16, 48, 256, 512])
+@folded("heads", [1, 5, 16, 40, 128])
 def test_sizes(heads: int, rank: int) -> None:
     Latents(LENGTHS, heads=heads, rank=rank, rope=64 if rank > 100 else 8).compare(MIXED)
 
 
 @needs_kernels
-@pytest.mark.parametrize("cache_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@folded("cache_dtype", FLOATS, ids=str)
+@folded("dtype", FLOATS, ids=str)
 def test_dtypes_and_block_sizes(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     for block_size in (1, 8, 12, 16, 128):
         Latents(LENGTHS, dtype=dtype, cache_dtype=cache_dtype, block_size=block_size).compare(MIXED)
@@ -188,7 +189,7 @@ def test_threads_change_no_bit() -> None:
 
 @needs_kernels
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@folded("scheme", SCHEMES, ids=str)
 def test_rows_of_heads_are_as_if_alone(scheme: object) -> None:
     """Also those beyond what is multiplied together, and whoever multiplies them."""
     torch.manual_seed(1)
@@ -202,7 +203,7 @@ def test_rows_of_heads_are_as_if_alone(scheme: object) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@folded("scheme", SCHEMES, ids=str)
 def test_a_head_has_the_bits_of_a_linear_layer_of_its_own(scheme: object) -> None:
     from quire.kernels.cpu import linear
 

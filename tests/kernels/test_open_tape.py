@@ -15,6 +15,7 @@ from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu import library
 from quire.kernels.linear import WeightScheme
+from tests.fixtures.folded import folded
 
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
@@ -124,7 +125,7 @@ def test_refused_call_ends_the_recording_next_step_is_replayed() -> None:
     assert torch.equal(tape.result(size.tokens), Places.attention(places, size))
 
 
-@pytest.mark.parametrize(
+@folded(
     ("step", "problem"),
     [
         (lambda places, size: places.layers(size)[1:], "not the first rows"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.kernels import ops
+from tests.fixtures.folded import folded
 from tests.kernels.op_cases import CASES, compare
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -39,7 +40,7 @@ def test_op_matches_its_oracle(name: str, dtype: torch.dtype, device: str) -> No
         compare(op, row.load(), dtype, device, row.accepts)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("name", "row"),
     [(name, row) for name, op in ops.TABLE.items() for row in op.implementations if row.name == "cpu"],
 )

@@ -12,6 +12,7 @@ from quire.kernels import reference
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.formats import format_of
 from quire.kernels.linear import WeightScheme
+from tests.fixtures.folded import folded
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 20, 4
 SCALE = SIZE**-0.5
@@ -97,7 +98,7 @@ def test_paged_attention_equals_contiguous_sdpa(length: int) -> None:
     torch.testing.assert_close(attend([s], [(0, length)])[0], want)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("features", "definition"),
     [
         ({}, {}),

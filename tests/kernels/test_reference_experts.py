@@ -13,6 +13,7 @@ from quire.config.arch import Routing
 from quire.kernels import reference, reference_experts
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import FLOAT
+from tests.fixtures.folded import folded
 from tests.kernels.op_cases import ROUTINGS
 
 
@@ -50,8 +51,8 @@ def route_row(logits: list[float], bias: list[float], routing: Routing) -> tuple
     return chosen, [scores[expert] / divisor * routing.scale for expert in chosen]
 
 
-@pytest.mark.parametrize(("routing", "count"), ROUTINGS, ids=str)
-@pytest.mark.parametrize("biased", [False, True])
+@folded(("routing", "count"), ROUTINGS, ids=str)
+@folded("biased", [False, True])
 def test_routing_is_its_definition(routing: Routing, count: int, biased: bool) -> None:
     torch.manual_seed(count)
     logits, bias = torch.randn(30, count), torch.rand(count) * biased

@@ -11,6 +11,7 @@ from quire.kernels import ops, reference
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.linear import PackedWeight, RowQuantization, WeightScheme
+from tests.fixtures.folded import folded
 
 WAYS = {
     "token": RowQuantization("int8"),
@@ -74,8 +75,8 @@ def test_sums_have_the_bits_of_integers(
         assert torch.equal(ops.rounded_linear(x, weight, rounding=WAYS[way], bias=bias), want)
 
 
-@pytest.mark.parametrize("zero", [0.0, -128.0, 127.0])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
+@folded("zero", [0.0, -128.0, 127.0])
+@folded("sign", [1.0, -1.0])
 def test_no_sum_of_the_largest_integers_overflows(sign: float, zero: float) -> None:
     inputs = 640
     weight = int8_weight(16, inputs, torch.full((16, inputs), sign))

@@ -21,6 +21,7 @@ from quire.kernels.attention_metadata import ANY_LIMITS, NO_LIMITS, SamplingLimi
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.dispatch_mode import DispatchMode
+from tests.fixtures.folded import folded
 from tests.kernels.op_cases import random_keys, settings
 
 if library.loaded() is None:
@@ -208,7 +209,7 @@ def good() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(
+@folded(
     ("call", "error", "message"),
     [
         (lambda: sample(logits=torch.zeros(2, 5).half()), TypeError, "must be float32 on the CPU"),

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.kernels import ops
 from quire.kernels.cpu import calls, library, sampling
 from quire.kernels.linear import WeightScheme
+from tests.fixtures.folded import folded
 
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
@@ -70,8 +71,8 @@ def test_scratch_memory_taken_by_other_calls_does_not_matter() -> None:
     assert torch.equal(tape.result, layers(place))
 
 
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize(
+@folded("inference", [False, True])
+@folded(
     "convert",
     [
         lambda x: x.to(torch.float32),
@@ -93,8 +94,8 @@ def test_conversions_and_copies_are_replayed(convert: Callable[[Tensor], Tensor]
             assert torch.equal(tape.result, layer(place.float()))
 
 
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize(
+@folded("inference", [False, True])
+@folded(
     "compute",
     [
         lambda x: x @ x.T,
@@ -128,8 +129,8 @@ def test_torch_operations_are_replayed(compute: Callable[[Tensor], Tensor], infe
             assert torch.equal(tape.result, expected)
 
 
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize(
+@folded("inference", [False, True])
+@folded(
     "computes",
     [
         lambda x: x.add_(1),

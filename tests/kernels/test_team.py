@@ -22,6 +22,7 @@ from quire.kernels import ops
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.linear import FLOAT, WeightScheme
+from tests.fixtures.folded import folded
 from tests.fixtures.threads import shuffle
 
 if library.loaded() is None:
@@ -115,8 +116,8 @@ def products(scheme: WeightScheme, dtype: torch.dtype, rows: int) -> Callable[[]
     return lambda: ops.packed_linear(x, weight)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 70, 400])
-@pytest.mark.parametrize(
+@folded("rows", [1, 3, 16, 70, 400])
+@folded(
     ("scheme", "dtype"),
     [
         (FLOAT, torch.bfloat16),

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.kernels.cpu import library
 from quire.kernels.formats import FORMATS
 from quire.kernels.linear import WeightScheme
+from tests.fixtures.folded import folded
 from tests.kernels.op_cases import int8_caches, make_metadata, randn, randn_caches, random_experts
 
 if library.loaded() is None:
@@ -46,7 +47,7 @@ def test_experts_that_are_chosen_are_read() -> None:
     assert num_bytes("experts", packed) == 3 * (weights + scales)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@folded("kind", FORMATS)
 def test_every_kind_of_weights_is_counted(kind: str) -> None:
     group = 0 if kind == "float" else 32
     of = random_experts(2, 128, 64, WeightScheme(kind, group), torch.float32)

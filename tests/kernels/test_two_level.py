@@ -11,6 +11,7 @@ from quire.kernels.formats import BlockScales, format_of
 from quire.kernels.formats.two_level import PARTS, Lines, best_lines, narrowed, two_level, weights_of
 from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.kernels.reference import pack_weight, unpack_weight
+from tests.fixtures.folded import folded
 
 
 def scheme_of(group: int) -> WeightScheme:
@@ -34,8 +35,8 @@ def test_two_level_weights_keep_their_bits_err_less_than_plain(group: int, bits:
     assert relative_error(packed, rows) < 0.98 * relative_error(plain, rows)
 
 
-@pytest.mark.parametrize("inputs", [1, 60, 256, 300, 576])
-@pytest.mark.parametrize("group", [16, 32, 128])
+@folded("inputs", [1, 60, 256, 300, 576])
+@folded("group", [16, 32, 128])
 def test_two_level_weights_are_the_same_in_panels_and_in_rows(inputs: int, group: int) -> None:
     rows, scheme = rows_of(20, inputs), scheme_of(group)
     in_panels, in_rows = (format_of(scheme).pack(rows, scheme, 1, layout) for layout in ("panels", "rows"))

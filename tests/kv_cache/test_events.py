@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from quire.kv_cache.events import (
 )
 from quire.kv_cache.hashing import ExtraKeys, MediaKey, extend_hashes
 from tests.fixtures.cache_view import CacheView, check_hashes, content
+from tests.fixtures.folded import folded
 from tests.scheduler.harness import Engine, make_config
 from tests.scheduler.test_state_machine import KINDS, prompts
 
@@ -209,7 +209,7 @@ def test_subscriber_has_the_exact_cache(
     watched.look()
 
 
-@pytest.mark.parametrize("kinds", KINDS)
+@folded("kinds", KINDS)
 def test_eviction_is_an_event(kinds: tuple[str, ...]) -> None:
     watched = Watched(kinds, num_blocks=1 + 10 * len(kinds))
     for number in range(8):

@@ -23,6 +23,7 @@ from quire.kv_cache.spec import (
     request_bytes,
     tensor_block_bytes,
 )
+from tests.fixtures.folded import folded
 
 FULL = FullAttentionSpec(16, num_kv_heads=2, head_size=8, dtype_bytes=4)
 WINDOW = SlidingWindowSpec(16, num_kv_heads=2, head_size=8, dtype_bytes=4, sliding_window=32)
@@ -48,7 +49,7 @@ def test_one_kind_is_one_group_even_if_its_layers_differ_in_size() -> None:
     assert KVCacheConfig(5, (group,), specs).parts_per_block(group) == group.spec.planes == 2
 
 
-@pytest.mark.parametrize(
+@folded(
     ("num_windows", "num_full", "expected"),
     [
         (2, 2, [("FullAttention", 2), ("SlidingWindow", 2)]),

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass, field
 
-import pytest
-
 from quire.kv_cache.block_pool import DevicePool
 from quire.kv_cache.hashing import BlockHash, ExtraKeys
 from quire.kv_cache.manager import KVCacheCoordinator, KVCacheManager
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from tests.fixtures.folded import folded
 
 BLOCK = 4
 PUBLIC = ExtraKeys(cache_salt=None)
@@ -41,8 +40,8 @@ def compute(manager: KVCacheManager, sequence: Sequence) -> int:
     return hit.num_tokens
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-@pytest.mark.parametrize(("num_tokens", "num_hit"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+@folded("num_groups", [1, 2])
+@folded(("num_tokens", "num_hit"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
 def test_a_hit_is_of_whole_blocks_and_leaves_a_token_to_compute(num_tokens, num_hit, num_groups):
     manager = make_manager(num_groups=num_groups)
     assert compute(manager, Sequence("a", list(range(num_tokens)))) == 0

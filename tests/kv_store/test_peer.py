@@ -27,6 +27,7 @@ from quire.kv_store.peer import PeerStore
 from quire.kv_store.protocol import HEADER, Link, ReplyKind, RequestKind
 from quire.kv_store.row_store import Namespace, RowStoreError
 from quire.kv_store.server import RowServer, RowServerLimits
+from tests.fixtures.folded import folded
 from tests.kv_store.rows import content_of, empty_rows, name_of, rows_of
 
 ROW_BYTES = 1000
@@ -177,7 +178,7 @@ def test_an_address_in_use_is_said_and_a_stale_socket_replaced(tmp_path: Path) -
         RowServer(address, lambda namespace: MemoryStore(namespace, RowMemory(1)))
 
 
-@pytest.mark.parametrize(
+@folded(
     "address",
     ["unix:relative", f"unix:/{'x' * 107}", "tcp://host", "tcp://:1", "tcp://host:x", "tcp://host:1/path", "/path",
      "tcp://u@host:1", ""],
@@ -301,7 +302,7 @@ ANSWERS: dict[str, Callable[[int], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@folded("name", ANSWERS)
 def test_a_wrong_answer_is_an_error_and_no_row(name: str) -> None:
     answering = scripted(lambda link, number: link.send(ANSWERS[name](number)))
     with (
@@ -378,8 +379,8 @@ def _received(connection: socket.socket) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize("kind", [RequestKind.FIND, RequestKind.READ, RequestKind.WRITE])
-@pytest.mark.parametrize("length", [5, 13, 40, 100])
+@folded("kind", [RequestKind.FIND, RequestKind.READ, RequestKind.WRITE])
+@folded("length", [5, 13, 40, 100])
 def test_half_requests_cost_their_connection_alone(kind: RequestKind, length: int) -> None:
     with serving("tcp://127.0.0.1:0", KEY) as server, connected(server.address, KEY) as store:
         assert write(store, 1) == 1

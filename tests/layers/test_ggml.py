@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import gguf
 import numpy as np
-import pytest
 import torch
 
 from quire.config.encoding import OTHERS, READ
 from quire.layers.quantized.ggml import dequantized
+from tests.fixtures.folded import folded
 
 QUANTIZED = {code: kind for code, kind in READ.items() if kind.is_quantized}
 
 
-@pytest.mark.parametrize("code", QUANTIZED, ids=lambda code: READ[code].name)
+@folded("code", QUANTIZED, ids=lambda code: READ[code].name)
 def test_all_bytes_mean_what_they_mean_to_ggml(code: int) -> None:
     kind = QUANTIZED[code]
     blocks = np.random.default_rng(code).integers(0, 256, (64, 3 * kind.num_bytes), dtype=np.uint8)
@@ -31,7 +31,7 @@ def test_all_bytes_mean_what_they_mean_to_ggml(code: int) -> None:
     assert (found.numpy() == expected)[numbers].all()
 
 
-@pytest.mark.parametrize("code", READ, ids=lambda code: READ[code].name)
+@folded("code", READ, ids=lambda code: READ[code].name)
 def test_types_have_the_sizes_of_the_package(code: int) -> None:
     kind = READ[code]
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(code)] == (kind.size, kind.num_bytes)

@@ -21,6 +21,7 @@ from quire.layers.shard import Shard
 from quire.layers.slot import uncovered_reason
 from quire.layers.step import StepContext
 from quire.models.families.fields import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from tests.fixtures.folded import folded
 
 F32 = torch.float32
 STEP = StepContext(())
@@ -44,8 +45,8 @@ def test_qkv_is_three_linears() -> None:
         torch.testing.assert_close(heads.flatten(1), expected)
 
 
-@pytest.mark.parametrize("activation", list(GATED))
-@pytest.mark.parametrize("loaded", [False, True])
+@folded("activation", list(GATED))
+@folded("loaded", [False, True])
 def test_gate_up_is_two_linears_and_an_activation(activation: str, loaded: bool) -> None:
     layer = GateUpLinear(hidden_size=4, intermediate_size=6, bias=False, dtype=F32, activation=activation)
     tensors, x = fill(layer, "gate", "up"), torch.randn(5, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, Phi3Config
@@ -16,6 +15,7 @@ from quire.layers.rotary import RotaryEmbedding, cos_sin_table
 from quire.layers.step import StepContext
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import read_rope
+from tests.fixtures.folded import folded
 
 HEAD_DIM, MAX_POSITION = 16, 64
 KINDS: dict[str, dict[str, Any]] = {
@@ -89,8 +89,8 @@ def oracle(rope: dict[str, Any], max_model_len: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), -1) * scale
 
 
-@pytest.mark.parametrize("max_model_len", [32, 64, 100])
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"dynamic"}))
+@folded("max_model_len", [32, 64, 100])
+@folded("kind", sorted(KINDS.keys() - {"dynamic"}))
 def test_tables_equal_transformers(kind: str, max_model_len: int) -> None:
     """`longrope` as transformers has it for a sequence of the longest allowed length."""
     rope = {"rope_type": kind.split()[0], "rope_theta": 500.0, **KINDS[kind]}

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.distributed.in_process import InProcess
 from quire.layers.norm import SharedRMSNorm, added_up
 from quire.layers.shard import WHOLE, Shard, ShardSpan
+from tests.fixtures.folded import folded
 
 SIZE, EPS = 6, 1e-5
 
@@ -62,7 +63,7 @@ def test_ranks_norm_what_they_share_as_one_does(heads: int, groups: int, sizes: 
     assert torch.equal(norm(heads, groups, weight, by_units=True)(x[2:3]), one[2:3]), "no batch changes a bit"
 
 
-@pytest.mark.parametrize("count", range(1, 12))
+@folded("count", range(1, 12))
 def test_all_elements_are_added_up_once(count: int) -> None:
     x = 2.0 ** torch.arange(count)
     assert added_up(x.expand(3, count)).tolist() == [2.0**count - 1] * 3

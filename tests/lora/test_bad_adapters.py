@@ -18,6 +18,7 @@ from quire.errors import StartupError
 from quire.lora.checkpoint import read_adapter
 from quire.lora.peft_config import CONFIG_NAME, WEIGHTS_NAME
 from quire.lora.targets import Targets
+from tests.fixtures.folded import folded
 from tests.lora.adapters import write_adapter
 from tests.models.harness import load_tiny
 
@@ -46,7 +47,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path
     return directory
 
 
-@pytest.mark.parametrize(
+@folded(
     ("config", "problem"),
     [
         ({"peft_type": "IA3"}, 'peft_type = "IA3" is not supported; it must be one of LORA'),
@@ -76,7 +77,7 @@ def test_of_the_config(config: dict[str, Any], problem: str, targets: Targets, t
     assert problem in message
 
 
-@pytest.mark.parametrize(
+@folded(
     ("change", "name", "problem"),
     [
         (lambda all: all.pop(A), B, f"has no partner {A}"),
@@ -97,7 +98,7 @@ def test_of_a_tensor(
     assert message.startswith(f"{WEIGHTS_NAME}: tensor {name!r} {problem}")
 
 
-@pytest.mark.parametrize(
+@folded(
     ("name", "problem"),
     [
         (f"{Q}.lora_magnitude_vector", "is for DoRA, but adapter_config.json does not set use_dora"),

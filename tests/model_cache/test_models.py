@@ -20,6 +20,7 @@ from quire.entrypoints.cli.main import main
 from quire.errors import ModelLoadError
 from quire.model_cache.cache import cached_models
 from quire.model_cache.facts import numbers_by_type, read_header
+from tests.fixtures.folded import folded
 
 
 def add(cache: Path, name: str, files: dict[str, bytes], used: float = 1e9) -> Path:
@@ -143,7 +144,7 @@ def test_numbers_are_counted_by_type(tmp_path: Path) -> None:
     assert numbers_by_type(tmp_path) == {"BF16": 15, "I32": 1}
 
 
-@pytest.mark.parametrize(
+@folded(
     "content",
     [
         b"",

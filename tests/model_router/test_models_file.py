@@ -16,6 +16,7 @@ from quire.errors import ConfigError
 from quire.model_router.flags import inherited_flags, server_flags
 from quire.model_router.memory import MIN_KV_BYTES, PROCESS_BYTES, estimate
 from quire.model_router.models_file import ModelEntry, Models, parse_bytes, parse_keep_alive, read_models
+from tests.fixtures.folded import folded
 
 GIB = 1 << 30
 
@@ -68,7 +69,7 @@ def test_only_model_is_the_default(tmp_path: Path) -> None:
     assert read(tmp_path, "models: {a: {model: b}, c: {model: d}}").default is None
 
 
-@pytest.mark.parametrize(
+@folded(
     ("text", "message"),
     [
         ("", "is empty; it must have the key 'models'"),
@@ -136,7 +137,7 @@ def test_directory_is_one_model_a_folder_or_gguf_file(tmp_path: Path) -> None:
     assert models.entries["llama"].keep_alive_s == 60.0
 
 
-@pytest.mark.parametrize(
+@folded(
     ("value", "seconds"),
     [
         (5, 5.0), (0, 0.0), (-1, math.inf), ("5m", 300.0), ("1h30m", 5400.0), ("-1", math.inf), ("-5m", math.inf),
@@ -148,7 +149,7 @@ def test_keep_alive_is_seconds_or_text(value: Any, seconds: float | None) -> Non
     assert parse_keep_alive(value) == seconds
 
 
-@pytest.mark.parametrize(
+@folded(
     ("value", "num_bytes"),
     [
         (1024, 1024),

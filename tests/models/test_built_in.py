@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from quire.models.built_in import BUILT_IN, TRANSFORMERS
 from quire.models.page import PAGE, models_page
+from tests.fixtures.folded import folded
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.tiny_models import TINY_MODELS
@@ -33,7 +32,7 @@ def test_every_architecture_has_a_checkpoint_in_the_tests() -> None:
     assert tested == BUILT_IN.keys()
 
 
-@pytest.mark.parametrize("architecture", BUILT_IN)
+@folded("architecture", BUILT_IN)
 def test_architectures_in_transformers_have_it_as_oracle(architecture: str) -> None:
     import transformers
 

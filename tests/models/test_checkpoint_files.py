@@ -16,6 +16,7 @@ from quire.errors import ModelLoadError, StartupError
 from quire.models.checkpoint_files import has_file, read_text
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.weight_files import weight_files
+from tests.fixtures.folded import folded
 
 DEMO = Path(quire.__path__[0]) / "assets" / "quire-demo"
 FILES = (
@@ -73,8 +74,8 @@ def copy_demo(directory: Path, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FILES)
+@folded("kind", KINDS)
+@folded("name", FILES)
 def test_checkpoint_name_that_is_no_file_is_named(name: str, kind: str, tmp_path: Path) -> None:
     path = copy_demo(tmp_path, name)
     KINDS[kind](path)
@@ -84,8 +85,8 @@ def test_checkpoint_name_that_is_no_file_is_named(name: str, kind: str, tmp_path
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"3", b'{"a":' * 100_000])
-@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".json")])
+@folded("content", [b"", b"{", b"[]", b"\xff\xfe", b"3", b'{"a":' * 100_000])
+@folded("name", [name for name in FILES if name.endswith(".json")])
 def test_checkpoint_json_damaged_is_named(name: str, content: bytes, tmp_path: Path) -> None:
     copy_demo(tmp_path, name).write_bytes(content)
     if name == "modules.json" and content == b"[]":

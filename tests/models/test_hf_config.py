@@ -25,6 +25,7 @@ from quire.models.families.mamba import POSITIONS
 from quire.models.generation_config import read_generation_config
 from quire.models.hf_config import read_hf_config
 from quire.models.registry import ModelRegistry
+from tests.fixtures.folded import folded
 from tests.fixtures.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 LLAMA: dict[str, Any] = {
@@ -210,7 +211,7 @@ def test_sizes_of_what_transformers_writes(name: str, tiny_model: Callable[[str]
     assert (arch.dtype, arch.bos_token_id, arch.eos_token_ids) == ("float32", 1, (2,))
 
 
-@pytest.mark.parametrize("arch", sorted({*WITH_ORACLE} - {"GPTNeoForCausalLM"}))
+@folded("arch", sorted({*WITH_ORACLE} - {"GPTNeoForCausalLM"}))
 def test_defaults_are_those_of_the_family(arch: str, tmp_path: Path) -> None:
     """Keys absent from config.json have the defaults of transformers' config class."""
     import transformers
@@ -332,7 +333,7 @@ def test_generation_config_neutral_values_are_quiet(tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.item(26)
-@pytest.mark.parametrize(
+@folded(
     ("changes", "words"),
     [
         ({"vocab_size": ABSENT}, ["'vocab_size' is missing"]),
@@ -368,7 +369,7 @@ def test_malformed_values(changes: dict[str, Any], words: list[str], tmp_path: P
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("changes", "words"),
     [
         ({"rope_scaling": {"rope_type": "mystery"}}, ['rope_type = "mystery"', "llama3", "yarn"]),
@@ -423,7 +424,7 @@ def test_consequences_of_a_malformed_value_are_not_reported(tmp_path: Path) -> N
         read(tmp_path, LLAMA | {"num_attention_heads": -3})
 
 
-@pytest.mark.parametrize(("name", "row"), ALSO_CALLED.items())
+@folded(("name", "row"), ALSO_CALLED.items())
 def test_names_that_makers_gave_are_those_of_the_table(name: str, row: str, tmp_path: Path) -> None:
     found = []
     for architecture in (name, row):
@@ -453,7 +454,7 @@ def test_all_unsupported_options_are_named_at_once(tmp_path: Path) -> None:
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("arch", "changes", "words"),
     [
         (
@@ -551,7 +552,7 @@ def test_gpt2_errors_bear_its_own_key_names(tmp_path: Path) -> None:
         read(tmp_path, GPT2 | {"scale_attn_by_inverse_layer_idx": True})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", '{"a": 1e5000', "[" * 100_000])
+@folded("text", ["", "{", "[]", "\x00", '{"a": 1e5000', "[" * 100_000])
 def test_config_that_is_no_json_object(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelLoadError, match=r"config\.json"):
@@ -626,7 +627,7 @@ def test_reading_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("values", "words"),
     [
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok must be an integer in \[1, 8\], got 9"),

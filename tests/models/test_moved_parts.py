@@ -22,6 +22,7 @@ from quire.errors import ModelLoadError, StartupError
 from quire.models.hf_config import HARMLESS, read_config, read_hf_config
 from quire.models.json_object import JsonObject
 from quire.models.weight_files import INDEX_NAME, SINGLE_NAME
+from tests.fixtures.folded import folded
 from tests.fixtures.multimodal import MULTIMODAL
 from tests.fixtures.quick import SOME_MODELS, quick
 from tests.fixtures.tiny_encoders import TINY_ENCODERS
@@ -48,7 +49,7 @@ def read(values: dict[str, Any]) -> ModelArch | None:
         return None
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+@folded("name", TINY_MODELS)
 def test_key_under_an_alias_is_read_or_refused(name: str, tmp_path: Path) -> None:
     config, values = config_of(name, tmp_path)
     arch = read(values)
@@ -59,7 +60,7 @@ def test_key_under_an_alias_is_read_or_refused(name: str, tmp_path: Path) -> Non
             assert read(moved) in (arch, None), alias
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+@folded("name", TINY_MODELS)
 def test_key_of_transformers_is_read_or_harmless(name: str, tmp_path: Path) -> None:
     config, values = config_of(name, tmp_path)
     asked = JsonObject("config.json", values, refused=[])

@@ -18,6 +18,7 @@ from quire.errors import ModelLoadError, UnsupportedModelError, ValidationError
 from quire.models.hf_config import read_hf_config
 from quire.models.multimodal import LANGUAGE_MODELS, WRAPPERS
 from quire.models.registry import ModelRegistry
+from tests.fixtures.folded import folded
 from tests.fixtures.hearing_models import HEARING
 from tests.fixtures.multimodal import MULTIMODAL
 from tests.models.harness import load_tiny, logits_of
@@ -75,7 +76,7 @@ def test_language_models_are_of_architectures_that_are_there() -> None:
     assert all(ModelRegistry.has(known.architecture) for known in LANGUAGE_MODELS.values())
 
 
-@pytest.mark.parametrize("kind", [kind for kind, known in LANGUAGE_MODELS.items() if known.usual_sizes])
+@folded("kind", [kind for kind, known in LANGUAGE_MODELS.items() if known.usual_sizes])
 def test_usual_sizes_are_those_of_the_config_class(kind: str, tmp_path: Path) -> None:
     from transformers import CONFIG_MAPPING
 

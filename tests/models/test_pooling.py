@@ -19,6 +19,7 @@ from quire.errors import ConfigError, ModelLoadError, StartupError, UnsupportedM
 from quire.models.architectures import ArchitectureKind, architecture_kind
 from quire.models.built_in import BUILT_IN
 from quire.pooling_params import PoolingParams
+from tests.fixtures.folded import folded
 from tests.fixtures.pooled import write_json
 
 QWEN = {
@@ -194,9 +195,7 @@ def test_a_cross_encoder_says_its_function_beside_its_modules(
     assert (spec_of(tmp_path).tasks, spec_of(tmp_path).activation) == (("classify",), activation)
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"), [(90, 90), (1000, 256), (10**30, 256), (1e30, 256), (None, 256), ("x", 256)]
-)
+@folded(("length", "expected"), [(90, 90), (1000, 256), (10**30, 256), (1e30, 256), (None, 256), ("x", 256)])
 def test_text_length_defaults_to_that_of_the_tokenizer(length: Any, expected: int, tmp_path: Path) -> None:
     write_config(tmp_path)
     write_modules(tmp_path, TRANSFORMER, POOLING)
@@ -257,7 +256,7 @@ REFUSED_FILES: dict[str, tuple[str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED_FILES)
+@folded("name", REFUSED_FILES)
 def test_unsupported_module_is_refused_by_file_and_key(name: str, tmp_path: Path) -> None:
     write_config(tmp_path)
     write_modules(tmp_path, TRANSFORMER, POOLING, DENSE, NORMALIZE)
@@ -303,7 +302,7 @@ def test_language_model_scores_by_its_answer(tmp_path: Path) -> None:
     assert prepared(tmp_path, runner="generate").pooling is None
 
 
-@pytest.mark.parametrize(
+@folded(
     ("answers", "says", "problem"),
     [
         ({"false_token_id": 4}, {}, "'true_token_id' is missing; it must be the id of a token"),
@@ -334,7 +333,7 @@ def test_answers_of_a_model_that_says_nothing_are_refused(tmp_path: Path) -> Non
         prepared(tmp_path)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("args", "problem"),
     [
         ({"runner": "generate", "convert": "embed"}, "--convert embed is for pooling models"),
@@ -428,7 +427,7 @@ def test_rewards(tmp_path: Path) -> None:
     assert spec.head == (HeadLayer("score", 64, 1, bias=False),)
 
 
-@pytest.mark.parametrize("tokens", [[], [264], [-1], ["a"], 3, [True]])
+@folded("tokens", [[], [264], [-1], ["a"], 3, [True]])
 def test_tokens_that_the_output_head_has_not_are_refused(tokens: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"returned_token_ids must be a list of token ids in \[0, 263\]"):
         prepared(write_config(tmp_path), convert="reward", pooler_config={"returned_token_ids": tokens})
@@ -460,7 +459,7 @@ SPEC = PoolingSpec(("embed", "token_embed"), "last", 64, matryoshka=(16, 32))
 CLASSES = PoolingSpec(("classify",), "last", 3)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("spec", "params", "field"),
     [
         (SPEC, PoolingParams(task="classify"), "task"),

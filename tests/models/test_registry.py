@@ -14,9 +14,10 @@ from quire.models.decoder import DecoderForCausalLM
 from quire.models.families.llama import read_llama
 from quire.models.families.qwen import read_qwen3
 from quire.models.registry import ModelRegistry, Registry
+from tests.fixtures.folded import folded
 
 
-@pytest.mark.parametrize("arch", ModelRegistry.get_supported_archs())
+@folded("arch", ModelRegistry.get_supported_archs())
 def test_every_row_resolves(arch: str) -> None:
     assert issubclass(ModelRegistry.resolve_model_cls(arch), CausalLM)
     assert ModelRegistry.resolve_config_reader(arch).__module__.startswith("quire.models.families.")

@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.errors import ModelLoadError
 from quire.models.json_object import read_json_object
 from quire.models.safetensors_file import SafetensorsFile
+from tests.fixtures.folded import folded
 
 TENSORS: dict[str, Tensor] = {
     "a": torch.arange(6, dtype=torch.float32).view(2, 3),
@@ -61,7 +62,7 @@ def test_a_tensor_at_an_odd_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.item(26)
-@pytest.mark.parametrize(
+@folded(
     ("header", "words"),
     [
         (b"{x", "not valid JSON"),

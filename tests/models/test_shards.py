@@ -36,6 +36,7 @@ from quire.models.base import CausalLM
 from quire.models.registry import ModelRegistry
 from quire.models.staged_copy import StagedCopy
 from quire.models.weight_files import SINGLE_NAME
+from tests.fixtures.folded import folded
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import quick_models
@@ -325,8 +326,8 @@ def test_packed_shares_of_two_ranks_have_files_of_their_own(
         same(mapped, made)
 
 
-@pytest.mark.parametrize("name", EVERY_FAMILY)
-@pytest.mark.parametrize("of", [1, 2, 4])
+@folded("name", EVERY_FAMILY)
+@folded("of", [1, 2, 4])
 def test_the_parts_of_all_ranks_are_the_region(name: str, of: int, checkpoint: Callable[[str], Path]) -> None:
     """Nothing is left to a rank that does not take it; what is taken twice is replicated."""
     config = prepared_config(checkpoint(name))
@@ -365,8 +366,8 @@ def test_a_cut_through_a_head_or_a_group_is_refused(
 
 
 @needs_kernels
-@pytest.mark.parametrize("group_size", [0, 128])
-@pytest.mark.parametrize("first_half", [1.0, 1e-9, 1e9])
+@folded("group_size", [0, 128])
+@folded("first_half", [1.0, 1e-9, 1e9])
 def test_a_rank_reads_all_inputs_only_to_find_a_scale_for_all(group_size: int, first_half: float) -> None:
     """Integers and scales of a share are those of the whole, whose groups lie within shares."""
     weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)) * torch.arange(256)

@@ -27,6 +27,7 @@ from quire.models.transformers_backend.known import REFUSED as REFUSALS
 from quire.models.transformers_backend.known import RUN
 from quire.models.transformers_backend.reader import read_transformers
 from tests.fixtures import tiny_models
+from tests.fixtures.folded import folded
 from tests.fixtures.hosted_models import HOSTED, NOT_MADE, NOT_READ, REFUSED
 from tests.fixtures.quick import quick
 from tests.fixtures.tiny_models import TINY_MODELS, write_tiny_model
@@ -162,7 +163,7 @@ def test_model_implementation_can_be_chosen(tiny_model: Callable[[str], Path]) -
         ModelRegistry.place_of("XverseForCausalLM", "transformers")
 
 
-@pytest.mark.parametrize("architecture", sorted(NOT_READ))
+@folded("architecture", sorted(NOT_READ))
 def test_multimodal_model_is_refused_by_its_config(architecture: str) -> None:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES

@@ -19,6 +19,7 @@ from quire.models.families.llama import read_solar
 from quire.models.families.uneven import read_decilm, read_openelm
 from quire.models.json_object import JsonObject
 from quire.models.loader import without_weights
+from tests.fixtures.folded import folded
 from tests.fixtures.plain_llamas import KEYS, PLAIN_LLAMAS
 from tests.models.harness import prepared_config
 
@@ -67,7 +68,7 @@ def block(**parts: Any) -> list[dict[str, Any]]:
     return [{key: part | parts.get(key, {}) for key, part in whole.items()}] * 6
 
 
-@pytest.mark.parametrize(
+@folded(
     ("reader", "name", "values", "error", "words"),
     [
         (

@@ -19,6 +19,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import ContextLengthError, ValidationError
 from quire.sampling_params import SamplingParams
 from tests.engine.whole_engine import MAX_MODEL_LEN, letters_model
+from tests.fixtures.folded import folded
 
 SIZE = 16  # of the model of letters
 VALUES = np.random.default_rng(0).standard_normal((6, SIZE)).astype(np.float32)
@@ -51,7 +52,7 @@ def generated(engine: LLMEngine, prompt: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
+@folded(
     "given",
     [
         VALUES,
@@ -83,7 +84,7 @@ def test_values_of_bfloat16_are_taken(engine: LLMEngine) -> None:
     assert np.array_equal(load_file(prompt.media[0].path)["values"], values.float().numpy())
 
 
-@pytest.mark.parametrize(
+@folded(
     ("given", "problem"),
     [
         (VALUES[:, :5], r"shape \[6, 5\], and the model's hidden size is 16"),
@@ -134,7 +135,7 @@ def test_prompt_logprobs_of_embeddings_are_refused(engine: LLMEngine) -> None:
         engine.add_request("r", {"prompt_embeds": VALUES}, SamplingParams(prompt_logprobs=1))
 
 
-@pytest.mark.parametrize(
+@folded(
     ("more", "problem"),
     [
         ({"prompt": "text"}, "'prompt' cannot stand beside prompt_embeds"),

@@ -75,7 +75,7 @@ def mortal(tmp_path: Path, *args: str, **options: str) -> Iterator[Service]:
     folder.mkdir()
     with serving(tmp_path, *args, TMPDIR=str(folder), **options) as service:
         yield service
-    wait_until(lambda: not list(folder.iterdir()), 10, lambda: f"left: {[*folder.iterdir()]}")
+    wait_until(lambda: not list(folder.iterdir()), 300, lambda: f"left: {[*folder.iterdir()]}")
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def test_a_core_that_is_stopped_or_killed_is_a_pause(tmp_path: Path) -> None:
             os.kill(stopped, signal.SIGSTOP)
             late = service.complete(timeout=0.3)
             assert late.status_code == 504, "deadlines are kept while the core says nothing"
-            wait_until(lambda: service.process.health() == 503, 20, "a core that stands still is not ready")
+            wait_until(lambda: service.process.health() == 503, 300, "a core that stands still is not ready")
             assert service.process.health("/livez") == 503
             os.kill(stopped, signal.SIGCONT)
             assert results() == wanted
@@ -163,9 +163,9 @@ def test_the_fourth_death_ends_the_server_with_the_reason(tmp_path: Path) -> Non
         for number in range(4):
             os.kill(core_pid(service), signal.SIGKILL)
             if number < 3:
-                wait_until(lambda: service.process.health() == 503, 5, "nobody noticed")
-                wait_until(lambda: service.process.health() == 200, 30, "it did not come back")
-        assert service.process.process.wait(30) == 1
+                wait_until(lambda: service.process.health() == 503, 300, "nobody noticed")
+                wait_until(lambda: service.process.health() == 200, 300, "it did not come back")
+        assert service.process.process.wait(300) == 1
         assert "4th death in 10 minutes" in service.process.log.read_text()
 
 
@@ -185,7 +185,7 @@ def test_stopped_server_continues_and_killed_one_leaves_nothing(tmp_path: Path) 
             os.kill(service.pid, signal.SIGKILL)
             with pytest.raises(httpx.TransportError):
                 results()
-        wait_until(lambda: not is_alive(core), 10, "the core lives on")
+        wait_until(lambda: not is_alive(core), 300, "the core lives on")
 
 
 @pytest.mark.more
@@ -221,19 +221,19 @@ def test_sigterm_lets_streams_finish_and_a_second_ends_them(tmp_path: Path) -> N
         wanted = expected(service)
         with streaming(service) as results:
             os.kill(service.pid, signal.SIGTERM)
-            wait_until(lambda: service.process.health("/readyz") == 503, 10, "it still takes requests")
+            wait_until(lambda: service.process.health("/readyz") == 503, 300, "it still takes requests")
             refused = service.complete()
             assert (refused.status_code, refused.headers["connection"]) == (503, "close")
             assert "retry-after" in refused.headers
             assert results() == wanted
-        assert service.process.process.wait(30) == 0
+        assert service.process.process.wait(300) == 0
     again = tmp_path / "again"
     again.mkdir()
     with mortal(again, "--shutdown-timeout", "60") as service:
         body = {"prompt": "Hello", "max_tokens": 2000, "ignore_eos": True}
         with ThreadPoolExecutor(4) as pool:
             streams = [pool.submit(stream, service, "/v1/completions", {**body, "n": 8}) for _ in range(4)]
-            wait_until(lambda: service.held().get("num_running") == 32, 30, "they do not run")
+            wait_until(lambda: service.held().get("num_running") == 32, 300, "they do not run")
             for _ in range(2):
                 os.kill(service.pid, signal.SIGTERM)
                 time.sleep(0.1)
@@ -241,7 +241,7 @@ def test_sigterm_lets_streams_finish_and_a_second_ends_them(tmp_path: Path) -> N
                 *_, last, done = one.result(30)
                 assert "error" in last
                 assert done == "[DONE]"
-        assert service.process.process.wait(15) == 0
+        assert service.process.process.wait(300) == 0
 
 
 @pytest.mark.more
@@ -308,7 +308,7 @@ def test_without_file_descriptors_the_server_refuses_and_goes_on(tmp_path: Path)
                 break
             stack.callback(client.close)
         assert usage(service.pid).num_files <= 80
-        wait_until(lambda: service.process.health() == 200, 20, "silent connections keep their places")
+        wait_until(lambda: service.process.health() == 200, 300, "silent connections keep their places")
         assert service.complete().status_code == 200
         stack.close()
         service.baseline.check()

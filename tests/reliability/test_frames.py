@@ -31,6 +31,7 @@ from quire.engine.messages import (
 from quire.engine.startup import prepare
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
+from tests.fixtures.folded import folded
 
 SETTINGS = settings(
     derandomize=True, deadline=None, max_examples=300, suppress_health_check=list(HealthCheck), database=None
@@ -88,7 +89,7 @@ def test_any_bytes_are_a_message_or_an_error(frame: bytes) -> None:
 
 
 @pytest.mark.item(51, 58)
-@pytest.mark.parametrize("message", [*REQUESTS, *MESSAGES], ids=lambda message: type(message).__name__)
+@folded("message", [*REQUESTS, *MESSAGES], ids=lambda message: type(message).__name__)
 def test_no_message_survives_its_truncation(message: Any) -> None:
     frame = encode(message)
     kind = CoreRequest if message in REQUESTS else CoreMessage

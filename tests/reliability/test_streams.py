@@ -246,7 +246,7 @@ def test_an_abort_ends_a_request_once_however_often_it_comes(service: Service) -
     with service.client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as reply:
         lines = reply.iter_lines()
         first = json.loads(next(line for line in lines if line.startswith("data")).removeprefix("data: "))
-        wait_until(lambda: abort({"request_ids": [first["id"]]}) == 1, 10, "it is not found")
+        wait_until(lambda: abort({"request_ids": [first["id"]]}) == 1, 300, "it is not found")
         abort({"request_ids": [first["id"], first["id"], "unknown"]})
         rest = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     terminal = [
@@ -285,7 +285,7 @@ def test_a_deadline_ends_a_request_and_gives_its_memory_back(service: Service) -
     late = service.complete([3] * 1900, timeout=1e-6)
     assert late.status_code == 504
     assert late.headers["x-should-retry"] == "false"
-    wait_until(lambda: not service.held(), 20, "the late one holds something")
+    wait_until(lambda: not service.held(), 300, "the late one holds something")
     cut = service.complete(timeout=0.25, max_tokens=2000, ignore_eos=True)
     assert cut.status_code == 200, cut.text
     assert cut.json()["choices"][0]["stop_reason"] == "timeout"
@@ -399,7 +399,7 @@ def test_connections_beyond_open_files_refused_server_continues(tmp_path: Path) 
         threading.Event().wait(0.2)
         with contextlib.suppress(httpx.TransportError):
             assert limited.client.get("/health").status_code == 503
-        wait_until(lambda: limited.process.health() == 200, 20, "half-sent heads keep their connections")
+        wait_until(lambda: limited.process.health() == 200, 300, "half-sent heads keep their connections")
         for client in idle:
             client.close()
         limited.baseline.check()

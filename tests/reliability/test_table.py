@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.fixtures.folded import folded
 from tests.reliability.items import ITEMS
 from tests.reliability.table import PAGE, marked_tests, page
 
 
-@pytest.mark.parametrize("number", range(1, 61))
+@folded("number", range(1, 61))
 def test_an_item_has_a_test(number: int) -> None:
     assert number in ITEMS
     assert marked_tests()[number]

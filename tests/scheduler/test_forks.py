@@ -8,6 +8,7 @@ from quire.errors import ValidationError
 from quire.sampling_params import SamplingParams
 from quire.scheduler.request import Request, RequestStatus
 from quire.scheduler.scheduler import make_fork
+from tests.fixtures.folded import folded
 from tests.scheduler.harness import Engine, make_config, run_alone
 
 PROMPT = range(30)
@@ -41,8 +42,8 @@ def check_outputs(engine: Engine, names: list[str]) -> None:
         assert engine.tokens(name) == run_alone(engine.requests[name], engine.config).new_token_ids
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("budget", [64, 16, 8])
+@folded("caching", [True, False])
+@folded("budget", [64, 16, 8])
 def test_eight_completions_compute_their_prompt_once(caching, budget):
     engine = engine_of(enable_prefix_caching=caching, max_num_batched_tokens=budget, max_num_seqs=8)
     names = add_family(engine, 8, max_tokens=10)
@@ -112,7 +113,7 @@ def test_late_child_forks_from_a_parent_that_has_continued():
     check_outputs(engine, ["p", "c"])
 
 
-@pytest.mark.parametrize(
+@folded(
     ("kind", "length", "cached"),
     [
         ("window 6", 30, 29),
@@ -124,7 +125,7 @@ def test_late_child_forks_from_a_parent_that_has_continued():
         ("state 2", 29, 0),
     ],
 )
-@pytest.mark.parametrize("full_too", [True, False])
+@folded("full_too", [True, False])
 def test_a_group_forks_where_it_still_has_what_the_child_reads(kind, length, cached, full_too):
     """Blocks of a window are present when the parent has its first token; states only at the ends of their blocks."""
     engine = engine_of(("full", kind) if full_too else (kind,), enable_prefix_caching=False)

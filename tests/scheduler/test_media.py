@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.errors import ValidationError
 from quire.media import Prefix, check_media, chunk_end, least_chunk
 from quire.scheduler.output import SchedulerOutput
+from tests.fixtures.folded import folded
 from tests.fixtures.media import item, parts, placed
 from tests.scheduler.harness import VOCAB_SIZE, Engine, make_config, run_alone
 
@@ -149,7 +150,7 @@ def test_prefix_is_shared_by_equal_contents_only(content: int, num_cached: int) 
     assert engine.requests["b"].num_cached_tokens == num_cached
 
 
-@pytest.mark.parametrize(
+@folded(
     ("media", "problem"),
     [
         ([item(0, 25)], "positions 0 to 25"),

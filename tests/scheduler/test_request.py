@@ -7,6 +7,7 @@ from quire.engine.messages import EngineCoreRequest, request_of
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.request import Request, RequestStatus
+from tests.fixtures.folded import folded
 
 
 def make_request(**fields) -> Request:
@@ -27,7 +28,7 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("moves", list(itertools.product(MOVES, repeat=3)))
+@folded("moves", list(itertools.product(MOVES, repeat=3)))
 def test_only_the_allowed_edges_can_be_taken(moves):
     request = make_request()
     for move in moves:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from quire.scheduler.output import SchedulerOutput
 from quire.scheduler.request import RequestStatus
 from tests.fixtures.asserts import about_an_assert
+from tests.fixtures.folded import folded
 from tests.scheduler.harness import Engine, make_config, run_alone
 
 PROMPT = range(6)
@@ -172,9 +173,7 @@ class TimedEngine(Engine):
         return plan
 
 
-@pytest.mark.parametrize(
-    ("round_s", "expected"), [(0.0005, 8), (0.0025, 8), (0.0026, 7), (0.009, 2), (0.011, 1), (3.0, 1)]
-)
+@folded(("round_s", "expected"), [(0.0005, 8), (0.0025, 8), (0.0026, 7), (0.009, 2), (0.011, 1), (3.0, 1)])
 def test_a_plan_has_rounds_that_are_expected_to_end_in_time(round_s, expected):
     engine = with_all_rounds(TimedEngine(make_config(num_scheduler_steps=8, max_multi_step_s=0.02)))
     engine.add("a", PROMPT, max_tokens=50)

@@ -7,6 +7,7 @@ from quire.kv_cache.manager import IntegrityError
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.request import RequestStatus
 from tests.fixtures.asserts import about_an_assert
+from tests.fixtures.folded import folded
 from tests.scheduler.harness import Engine, make_config, run_alone
 
 
@@ -298,8 +299,8 @@ def test_stop_at_an_end_token_reports_why():
     assert (engine.last("all").finish_reason, engine.last("all").stop_reason) == ("length", None)
 
 
-@pytest.mark.parametrize("rounds", [1, 8])
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@folded("rounds", [1, 8])
+@folded("policy", ["fcfs", "priority", "fair"])
 def test_a_victim_that_fits_again_at_once_is_planned_once(policy, rounds):
     """Both computed the same prompt in one step; what `b` gives up is a copy of blocks that `a` still holds."""
     limits = {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 9, "num_scheduler_steps": rounds}
@@ -361,10 +362,8 @@ def num_found(engine: Engine, prompt: range) -> int:
     return engine.last(name).num_cached_tokens
 
 
-@pytest.mark.parametrize(
-    "kinds", [("full",), ("full", "full"), ("window 6",), ("full", "window 5"), ("full", "state 2")]
-)
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 7])
+@folded("kinds", [("full",), ("full", "full"), ("window 6",), ("full", "window 5"), ("full", "state 2")])
+@folded("num_steps", [0, 1, 2, 7])
 def test_failed_request_affects_no_others_and_leaves_no_cache(kinds, num_steps):
     """Nothing of what it computed in earlier steps either, be it given back already."""
     engine = Engine(None, len(kinds), kinds)

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 import random
 
-import pytest
-
 from quire.sampling_params import SamplingParams
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import check_stop
+from tests.fixtures.folded import folded
 
 EOS, STOP, OTHER = 7, 8, 9
 
 
-@pytest.mark.parametrize(
+@folded(
     ("output", "params", "expected"),
     [
         ([OTHER], {}, None),
@@ -44,7 +43,7 @@ def test_check_stop(output, params, expected):
     assert check_stop(request, max_model_len=10) == expected
 
 
-@pytest.mark.parametrize("seed", range(40))
+@folded("seed", range(40))
 def test_a_repetition_is_found_where_it_is_and_nowhere_else(seed):
     draw = random.Random(seed)
     smallest = draw.randint(0, 4)

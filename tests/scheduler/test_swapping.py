@@ -5,6 +5,7 @@ import pytest
 
 from quire.scheduler.output import SchedulerOutput
 from quire.scheduler.request import RequestStatus
+from tests.fixtures.folded import folded
 from tests.scheduler.harness import Engine, make_config, run_alone
 
 
@@ -30,9 +31,9 @@ def run_until_swapped(engine: Engine) -> SchedulerOutput:
     return plan
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("num_groups", [1, 2])
-@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+@folded("caching", [True, False])
+@folded("num_groups", [1, 2])
+@folded("prompt_logprobs", [None, 1])
 def test_a_swapped_request_returns_with_nothing_computed_twice(caching, num_groups, prompt_logprobs):
     engine = small(40, num_groups, enable_prefix_caching=caching)
     requests = crowd(engine, prompt_logprobs=prompt_logprobs)
@@ -46,10 +47,8 @@ def test_a_swapped_request_returns_with_nothing_computed_twice(caching, num_grou
     assert len(reported) == (7 if prompt_logprobs else 0)
 
 
-@pytest.mark.parametrize(
-    "kinds", [("window 6",), ("full", "window 5"), ("full", "chunk 8"), ("full", "state 2")]
-)
-@pytest.mark.parametrize("caching", [True, False])
+@folded("kinds", [("window 6",), ("full", "window 5"), ("full", "chunk 8"), ("full", "state 2")])
+@folded("caching", [True, False])
 def test_blocks_that_a_group_needs_no_more_are_not_swapped(kinds, caching):
     """Every group goes on after the swap with what it read before, whatever else it had."""
     fields = {"num_gpu_blocks_override": 4 + 4 * len(kinds), "preemption_mode": "swap"}
@@ -133,8 +132,8 @@ def fill_and_return(engine: Engine) -> int:
     return engine.last("again").num_cached_tokens
 
 
-@pytest.mark.parametrize(("num_host_blocks", "found"), [(0, 0), (3, 0), (40, 16)])
-@pytest.mark.parametrize("num_groups", [1, 2])
+@folded(("num_host_blocks", "found"), [(0, 0), (3, 0), (40, 16)])
+@folded("num_groups", [1, 2])
 def test_an_evicted_prefix_comes_back_from_the_host(num_host_blocks, found, num_groups):
     engine = small(num_host_blocks * num_groups, num_groups)
     assert fill_and_return(engine) == found

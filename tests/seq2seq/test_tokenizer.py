@@ -19,6 +19,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import ModelLoadError, ValidationError
 from quire.seq2seq.pieces import PieceModel
 from quire.seq2seq.tokenizer import PieceTokenizer
+from tests.fixtures.folded import folded
 from tests.seq2seq.tiny import greedy, save
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="it trains the models, and is the oracle")
@@ -206,7 +207,7 @@ def test_engine_translates_texts_of_both_vocabularies(tmp_path: Path) -> None:
     llm.shutdown()
 
 
-@pytest.mark.parametrize(
+@folded(
     ("file", "content", "message"),
     [
         ("source.spm", b"", "SentencePiece model"),

@@ -16,6 +16,7 @@ from quire.simulate.machine import read_machine, write_machine
 from quire.simulate.page import page
 from quire.simulate.report import summarize
 from quire.simulate.sweep import Scenario
+from tests.fixtures.folded import folded
 from tests.simulate.machines import make_machine, make_simulator
 
 SMALL = ["--num-requests", "6", "--prompt-tokens", "4-20", "--output-tokens", "5"]
@@ -53,7 +54,7 @@ def test_run_prints_a_row_for_each_value(
     assert page_file.read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize(
+@folded(
     ("option", "message"),
     [
         ("block_size=8", "can vary"),
@@ -93,9 +94,7 @@ def test_load_option_of_a_file_is_refused(tmp_path: Path) -> None:
         scenario.with_option("rate", "2")
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{}", "[1]", '{"version": 99}', '{"version": 1, "model": 3}', "\udcff"]
-)
+@folded("content", ["", "{}", "[1]", '{"version": 99}', '{"version": 1, "model": 3}', "\udcff"])
 def test_file_that_is_no_machine_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "machine.json"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))

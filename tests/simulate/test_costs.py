@@ -22,6 +22,7 @@ from quire.simulate.costs import (
 )
 from quire.simulate.load import LoadDescription, recorded_load
 from quire.simulate.machine import machine_of
+from tests.fixtures.folded import folded
 from tests.simulate.machines import COSTS, RecordingSimulator, make_machine
 
 ROWS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20), st.booleans()), min_size=1, max_size=5)
@@ -73,8 +74,8 @@ def test_fit_of_few_steps_is_refused() -> None:
         fit_costs([MeasuredStep(StepWork(1, 1, 0, 1), 0.1)])
 
 
-@pytest.mark.parametrize("name", AMOUNTS)
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@folded("name", AMOUNTS)
+@folded("value", [-1.0, float("nan"), float("inf")])
 def test_costs_below_zero_are_refused(name: str, value: float) -> None:
     given = dict.fromkeys(AMOUNTS, 1.0) | {name: value}
     with pytest.raises(ConfigError, match=name):

@@ -12,6 +12,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.simulate.load import LoadDescription, parse_lengths, read_load
+from tests.fixtures.folded import folded
 
 GOOD = '{"arrival_s": 0.5, "prompt_tokens": 10, "output_tokens": 3}'
 
@@ -25,13 +26,13 @@ def test_lengths_lie_in_their_range(text: str, low: int, high: int) -> None:
         assert 90 < statistics.median(drawn) < 110
 
 
-@pytest.mark.parametrize("text", ["", "0", "-3", "9-3", "1e3", "~0", "~", "5-", "99999999999", "٣", "5\n"])
+@folded("text", ["", "0", "-3", "9-3", "1e3", "~0", "~", "5-", "99999999999", "٣", "5\n"])
 def test_lengths_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--prompt-tokens is"):
         parse_lengths(text, "--prompt-tokens")
 
 
-@pytest.mark.parametrize(
+@folded(
     "changes",
     [
         {"num_requests": 0},
@@ -59,7 +60,7 @@ def test_file_gives_requests_in_order_of_arrival(tmp_path: Path) -> None:
     assert first[6:8] != second[6:8]
 
 
-@pytest.mark.parametrize(
+@folded(
     "line",
     [
         "{",

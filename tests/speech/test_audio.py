@@ -16,6 +16,7 @@ from quire.errors import ValidationError
 from quire.speech.audio import Sound, decode, write_samples
 from quire.speech.resampling import SincResampler, make_resampler
 from quire.speech.windows import PcmFile, quietest, windows_of
+from tests.fixtures.folded import folded
 
 
 def tone(rate: int, seconds: float = 1.0, hertz: float = 440.0) -> np.ndarray:
@@ -30,11 +31,11 @@ def decoded(path: Path, tmp_path: Path, limit: float = 60.0) -> np.ndarray:
     return samples
 
 
-@pytest.mark.parametrize(
+@folded(
     ("subtype", "error"),
     [("PCM_U8", 2**-7), ("PCM_16", 2**-15), ("PCM_24", 1e-6), ("PCM_32", 1e-6), ("FLOAT", 0), ("DOUBLE", 0)],
 )
-@pytest.mark.parametrize("channels", [1, 2])
+@folded("channels", [1, 2])
 def test_decode_wav_of_any_depth_gives_samples(
     subtype: str, error: float, channels: int, tmp_path: Path
 ) -> None:
@@ -63,7 +64,7 @@ def wav_bytes(data: bytes, *, rate: int = 16_000) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
+@folded(
     ("content", "words"),
     [
         (b"", "empty"),

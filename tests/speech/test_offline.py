@@ -49,10 +49,10 @@ def test_transcribe_together_equals_each_alone(llm: LLM, language: str | None) -
 
 
 def test_transcribe_any_number_in_flight_gives_same_texts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    sounds = [noise(1.4, seed) for seed in range(3)]
+    sounds = [noise(0.8, seed) for seed in range(3)]
     wanted = llm.transcribe(sounds, language="en", use_tqdm=False)
     assert llm._speech is not None
-    for width in (1, 2, 5):
+    for width in (1, 5):
         monkeypatch.setattr(llm._speech, "_width", width)
         assert llm.transcribe(sounds, language="en", use_tqdm=False) == wanted
 

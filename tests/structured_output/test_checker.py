@@ -20,6 +20,7 @@ from quire.structured_output import checker as checker_module
 from quire.structured_output.checker import Checker, CheckLimitError, CheckProcess, CheckRequest
 from quire.structured_output.normalize import normalize
 from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings
+from tests.fixtures.folded import folded
 
 SETTINGS = StructuredOutputsSettings(compile_timeout_s=60.0)
 SLOW = StructuredOutputsParams(json={"type": "integer", "multipleOf": 99_998_300})
@@ -96,7 +97,7 @@ def checked(checker: Checker, params: StructuredOutputsParams) -> StructuredOutp
 
 
 @pytest.mark.item(12)
-@pytest.mark.parametrize("name", REFUSED)
+@folded("name", REFUSED)
 def test_unsupported_constraint_is_refused_with_a_reason(checker: Checker, name: str) -> None:
     fields, reason = REFUSED[name]
     started = time.monotonic()
@@ -108,7 +109,7 @@ def test_unsupported_constraint_is_refused_with_a_reason(checker: Checker, name:
     assert time.monotonic() - started < HANG_S
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@folded("name", COMPILED)
 def test_constraint_that_only_looks_bad_compiles(checker: Checker, name: str) -> None:
     check(checker, COMPILED[name])
 

@@ -19,6 +19,7 @@ from quire.structured_output.normalize import normalize
 from quire.structured_output.xgrammar_backend import XGrammarBackend
 from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings
 from quire.vocabulary import Vocabulary
+from tests.fixtures.folded import folded
 
 BYTES = Vocabulary.from_bytes()
 backend, guidance = XGrammarBackend(BYTES), GuidanceBackend(BYTES)
@@ -127,7 +128,7 @@ TEXTS = ["", "abc", "aa", "y", "xyyz", "bcad", "d", "z.", "a.", "ABC", "ABE", "a
          "\x85a"]  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern", SAME_IN_PYTHON, ids=ascii)
+@folded("pattern", SAME_IN_PYTHON, ids=ascii)
 def test_an_expression_matches_what_pythons_does_and_guidances(pattern: str) -> None:
     grammar, other = compiled(regex=pattern), compiled(guidance, regex=pattern)
     for text in TEXTS:
@@ -165,7 +166,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "reason"), REFUSED, ids=lambda value: ascii(value)[:50])
+@folded(("fields", "reason"), REFUSED, ids=lambda value: ascii(value)[:50])
 def test_keyword_unsupported_by_xgrammar_is_refused(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(
         GrammarError, match=re.escape(f"the xgrammar backend does not support {reason}")

@@ -17,6 +17,7 @@ from quire.structured_output.backends import BACKENDS
 from quire.structured_outputs_params import StructuredOutputsParams
 from quire.vocabulary import Vocabulary
 from tests.engine.tokenizer_kinds import EOS, KINDS, Kind
+from tests.fixtures.folded import folded
 from tests.structured_output.reference_grammar import (
     Regex,
     Written,
@@ -77,7 +78,7 @@ def check_walk(backend: GrammarBackend, regex: Regex, matcher: Matcher, rng: ran
 
 
 @with_each_library
-@pytest.mark.parametrize("name", BYTEWISE)
+@folded("name", BYTEWISE)
 @settings(derandomize=True, max_examples=20, deadline=None)
 @given(written=expressions(ALPHABET), seed=st.integers(0, 2**32))
 def test_a_mask_has_the_tokens_with_which_some_match_begins(

@@ -10,6 +10,7 @@ import pytest
 
 from quire.errors import ValidationError
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.fixtures.folded import folded
 
 GOOD: list[dict[str, Any]] = [
     {"json": {"type": "object"}},
@@ -45,7 +46,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("fields", GOOD, ids=str)
+@folded("fields", GOOD, ids=str)
 def test_parameters_survive_the_wire(fields: dict[str, Any]) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
     found = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
@@ -55,7 +56,7 @@ def test_parameters_survive_the_wire(fields: dict[str, Any]) -> None:
     assert found.structured_outputs.key == params.structured_outputs.key
 
 
-@pytest.mark.parametrize(("fields", "param"), BAD, ids=str)
+@folded(("fields", "param"), BAD, ids=str)
 def test_invalid_constraint_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ValidationError) as error:
         StructuredOutputsParams(**fields)

@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import pytest
-
 from quire.errors import ValidationError
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Masks
 from quire.structured_output.backends import BACKENDS
 from quire.structured_output.normalize import normalize
 from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings
 from quire.vocabulary import Vocabulary
+from tests.fixtures.folded import folded
 
 SUITE = Path(__file__).parent / "suite"
 FILES = sorted(SUITE.rglob("*.json"))
@@ -100,8 +99,8 @@ def verdicts(backend: str, name: str) -> list[tuple[str, Verdict]]:
     return [(group["description"], verdict(backends[backend], name, group)) for group in groups]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("backend", backends)
+@folded("name", NAMES)
+@folded("backend", backends)
 def test_no_schema_is_kept_to_wrongly(backend: str, name: str) -> None:
     assert [description for description, became in verdicts(backend, name) if became == "wrong"] == []
 

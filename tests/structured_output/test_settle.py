@@ -20,6 +20,7 @@ from quire.structured_output.normalize import normalize
 from quire.structured_output.schema import NOT_ENFORCED, VALUES
 from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings
 from quire.vocabulary import Vocabulary
+from tests.fixtures.folded import folded
 
 backend = GuidanceBackend(Vocabulary.from_bytes())
 DEFAULT = StructuredOutputsSettings()
@@ -78,7 +79,7 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "reason"), REFUSED, ids=lambda value: str(value)[:40])
+@folded(("schema", "reason"), REFUSED, ids=lambda value: str(value)[:40])
 def test_a_schema_that_cannot_be_kept_to_is_refused_at_its_place(schema: Any, reason: str) -> None:
     assert reason in refusal(schema)
 
@@ -98,7 +99,7 @@ IDLE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("schema", IDLE, ids=str)
+@folded("schema", IDLE, ids=str)
 def test_schema_keyword_without_effect_changes_nothing(schema: dict[str, Any]) -> None:
     for text in ('{"a":[1,1]}', "1", '"x"'):
         assert takes(compiled(json=schema), text)
@@ -122,7 +123,7 @@ ENDLESS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("schema", ENDLESS, ids=str)
+@folded("schema", ENDLESS, ids=str)
 def test_schema_without_finite_values_is_refused(schema: dict[str, Any]) -> None:
     assert "at /: no value matches it" in refusal(schema)
 
@@ -139,7 +140,7 @@ HAS_END: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("schema", "text"), HAS_END, ids=lambda value: str(value)[:60])
+@folded(("schema", "text"), HAS_END, ids=lambda value: str(value)[:60])
 def test_recursive_schema_with_finite_values_is_kept(schema: dict[str, Any], text: str) -> None:
     assert takes(compiled(json=schema), text)
 
@@ -190,7 +191,7 @@ def test_white_space_is_as_requested() -> None:
     assert takes(compiled(json_object=True, whitespace_pattern="[ \t]{0,3}"), '{   "a" :1}')
 
 
-@pytest.mark.parametrize("text", ["1", '"x"', "[]", '{"a":1', "{} x", '{"a":01}', '{"a":"\n"}', "{a:1}"])
+@folded("text", ["1", '"x"', "[]", '{"a":1', "{} x", '{"a":01}', '{"a":"\n"}', "{a:1}"])
 def test_text_that_is_no_json_object_is_rejected(text: str) -> None:
     assert not takes(compiled(json_object=True), text)
 
@@ -227,7 +228,7 @@ def ecma_matches(pattern: str, text: str) -> bool:
     return re.search(re.sub(r"\$$", r"\\Z", pattern), text) is not None
 
 
-@pytest.mark.parametrize(("pattern", "texts"), SAME_IN_ECMA_AND_HERE, ids=lambda value: ascii(value)[:40])
+@folded(("pattern", "texts"), SAME_IN_ECMA_AND_HERE, ids=lambda value: ascii(value)[:40])
 def test_an_expression_of_a_schema_is_read_as_ecma_has_it(pattern: str, texts: list[str]) -> None:
     grammar = compiled(json={"type": "string", "pattern": pattern})
     for text in texts:
@@ -235,7 +236,7 @@ def test_an_expression_of_a_schema_is_read_as_ecma_has_it(pattern: str, texts: l
         assert takes(grammar, written) == ecma_matches(pattern, text), text
 
 
-@pytest.mark.parametrize(
+@folded(
     "pattern",
     [r"(?=a)", r"(?!a)", r"(?<=a)", r"(?i)a", r"(?i:a)", r"\bx", r"\B", r"(a)\1", r"\k<a>", "[]", "a{", "{1}{,2}",
      r"\a", r"\z", r"\A", r"\u{110000}", r"\ud800", r"\ud800\u0041", "[a", "\\", r"\01", r"\Q", "(?P<a>b)", r"\c1"],
@@ -285,7 +286,7 @@ TAGS: list[tuple[Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tag", "reason"), TAGS, ids=lambda value: str(value)[:40])
+@folded(("tag", "reason"), TAGS, ids=lambda value: str(value)[:40])
 def test_a_tag_of_another_shape_is_refused_at_its_place(tag: Any, reason: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(reason)):
         normalize(StructuredOutputsParams(structural_tag=tag), DEFAULT)
@@ -318,7 +319,7 @@ TAKEN: list[tuple[dict[str, Any], list[str], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("wanted", "good", "bad"), TAKEN, ids=lambda value: str(value)[:40])
+@folded(("wanted", "good", "bad"), TAKEN, ids=lambda value: str(value)[:40])
 def test_a_tag_takes_its_texts_and_no_others(wanted: dict[str, Any], good: list[str], bad: list[str]) -> None:
     grammar = compiled(structural_tag=wanted)
     assert [text for text in good if not takes(grammar, text)] == []

@@ -8,14 +8,13 @@ import random
 import re
 from typing import Any
 
-import pytest
-
 from quire.structured_output.backend import GrammarBackend, Masks
 from quire.structured_output.guidance import GuidanceBackend
 from quire.structured_output.normalize import normalize
 from quire.structured_output.xgrammar_backend import XGrammarBackend
 from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings
 from quire.vocabulary import Vocabulary
+from tests.fixtures.folded import folded
 
 VOCABULARY = Vocabulary.from_bytes()
 BACKENDS = [GuidanceBackend(VOCABULARY), XGrammarBackend(VOCABULARY)]
@@ -66,16 +65,16 @@ def spaced_text(backend: GrammarBackend, form: dict[str, Any], seed: int) -> str
     return written.decode(errors="replace")
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(form)))
+@folded("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
+@folded("form", FORMS, ids=lambda form: next(iter(form)))
 def test_white_space_has_no_long_run(backend: GrammarBackend, form: dict[str, Any]) -> None:
     for seed in range(5):
         text = re.sub(r'"[^"]*"', '""', spaced_text(backend, form, seed))
         assert max(map(len, re.findall(r"\s+", text)), default=0) <= LONGEST, text
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
-@pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, "\t"])
+@folded("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
+@folded("indent", [None, 0, 1, 2, 4, "\t"])
 def test_pretty_and_compact_json_is_allowed(backend: GrammarBackend, indent: int | str | None) -> None:
     grammar = backend.compile(normalize(StructuredOutputsParams(json=SCHEMA), StructuredOutputsSettings()))
     for separators in ((",", ":"), (",", ": "), (", ", ": ")):
@@ -87,8 +86,8 @@ def test_pretty_and_compact_json_is_allowed(backend: GrammarBackend, indent: int
         assert matcher.may_end
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
-@pytest.mark.parametrize("around", [" {0}", "{0} ", "{0}\n", "\t{0}"])
+@folded("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
+@folded("around", [" {0}", "{0} ", "{0}\n", "\t{0}"])
 def test_white_space_around_a_value_is_not_allowed(backend: GrammarBackend, around: str) -> None:
     grammar = backend.compile(normalize(StructuredOutputsParams(json=SCHEMA), StructuredOutputsSettings()))
     matcher = grammar.new_matcher()

@@ -15,6 +15,7 @@ from quire.entrypoints.cli.options import engine_config, server_config
 from quire.entrypoints.cli.run import run
 from quire.entrypoints.cli.serve import serve
 from quire.errors import ConfigError
+from tests.fixtures.folded import folded
 
 
 def parsed(command: click.Command, line: str) -> dict[str, Any]:
@@ -210,14 +211,14 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("line", ACCEPTED)
+@folded("line", ACCEPTED)
 def test_command_line_sets_options(line: str) -> None:
     for name, expected in ACCEPTED[line].items():
         assert value(line, name) == expected
     assert configs(line)[2]["model_argument"] in ("m", None)
 
 
-@pytest.mark.parametrize("line", REFUSED)
+@folded("line", REFUSED)
 def test_unsupported_command_line_says_what_to_do(line: str) -> None:
     with pytest.raises((click.UsageError, ConfigError)) as error:
         configs(line)
@@ -226,7 +227,7 @@ def test_unsupported_command_line_says_what_to_do(line: str) -> None:
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("flag", UNKNOWN)
+@folded("flag", UNKNOWN)
 def test_unknown_flag_suggests_close_spelling_only(flag: str) -> None:
     near = UNKNOWN[flag]
     with pytest.raises(click.NoSuchOption) as error:

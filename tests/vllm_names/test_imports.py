@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from quire.vllm_names.imports import ABSENT, ALL, PRESENT, attributes_of
+from tests.fixtures.folded import folded
 
 # Statement of a vLLM script, with quire for vllm -> the place of the object.
 FOUND = {
@@ -103,18 +104,18 @@ def imported(place: str) -> Any:
     return getattr(__import__(module, fromlist=[name]), name)  # as `from module import name`
 
 
-@pytest.mark.parametrize("place", FOUND)
+@folded("place", FOUND)
 def test_import_path_gives_own_object(place: str) -> None:
     assert imported(place).__module__ == FOUND[place]
 
 
-@pytest.mark.parametrize("place", MISSING)
+@folded("place", MISSING)
 def test_absent_import_says_what_to_do(place: str) -> None:
     with pytest.raises(ImportError, match=MISSING[place]):
         imported(place)
 
 
-@pytest.mark.parametrize("module", PRESENT)
+@folded("module", PRESENT)
 def test_every_present_place_exists(module: str) -> None:
     for name, place in PRESENT[module].items():
         source, _, attribute = place.partition(":")
@@ -123,7 +124,7 @@ def test_every_present_place_exists(module: str) -> None:
         )
 
 
-@pytest.mark.parametrize("module", ABSENT)
+@folded("module", ABSENT)
 def test_every_absent_module_imports(module: str) -> None:
     for name in ABSENT[module]:
         shown = "Anything" if name == ALL else name

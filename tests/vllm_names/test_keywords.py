@@ -24,6 +24,7 @@ from quire.vllm_names.option_values import CHECKPOINT_METHODS, OPTION_VALUES
 from quire.vllm_names.options import OPTIONS
 from quire.vllm_names.row import Fate, nearest
 from quire.vllm_names.server_options import SERVER_OPTIONS
+from tests.fixtures.folded import folded
 
 OWN_SERVER = {field.name for field in dataclasses.fields(ServerConfig)}
 
@@ -61,7 +62,7 @@ def flat(config: EngineConfig) -> dict[str, Any]:
     return {name: getattr(getattr(config, child), name) for name, (child, _) in engine_fields().items()}
 
 
-@pytest.mark.parametrize(("given", "expected"), ACCEPTED, ids=str)
+@folded(("given", "expected"), ACCEPTED, ids=str)
 def test_engine_keyword_sets_options(given: dict[str, Any], expected: dict[str, Any]) -> None:
     assert flat(EngineConfig.from_args(**given)) == flat(EngineConfig.from_args(**expected))
 
@@ -96,14 +97,14 @@ def test_no_row_hides_an_own_option() -> None:
     assert OPTIONS.keys().isdisjoint(SERVER_OPTIONS)
 
 
-@pytest.mark.parametrize("row", [row for row in OPTIONS.values() if row.fate is Fate.RENAMED], ids=str)
+@folded("row", [row for row in OPTIONS.values() if row.fate is Fate.RENAMED], ids=str)
 def test_renamed_options_exist(row: rows.NameRow) -> None:
     targets = [row.to] if row.to else [name for options in row.values.values() for name in options]
     for target in targets:
         assert target.partition(".")[0] in engine_fields()
 
 
-@pytest.mark.parametrize("row", OPTION_VALUES.values(), ids=str)
+@folded("row", OPTION_VALUES.values(), ids=str)
 def test_translated_values_are_choices(row: Any) -> None:
     option, _, key = row.option.partition(".")
     if row.to is not None and not key:
@@ -287,7 +288,7 @@ def test_nearest_ignores_common_prefixes() -> None:
 # Format of the checkpoint
 
 
-@pytest.mark.parametrize(
+@folded(
     ("asked", "found", "chosen"),
     [
         ("awq", "awq", None),

@@ -9,6 +9,7 @@ import torch
 from quire.errors import EngineError
 from quire.scheduler.output import SchedulerOutput
 from quire.worker.block_copies import BlockCopier, copy_on_host
+from tests.fixtures.folded import folded
 
 Moves = list[tuple[int, int]]
 
@@ -52,7 +53,7 @@ def test_a_plan_without_moves_changes_nothing() -> None:
     assert numbers(device) == [10, 11, 12]
 
 
-@pytest.mark.parametrize(
+@folded(
     ("moves", "message"),
     [
         ({"swap_outs": [(0, 1)]}, r"swap_outs from blocks \[0\]: ids must be in \[1, 5\)"),

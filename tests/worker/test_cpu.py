@@ -20,6 +20,7 @@ from quire.kernels.cpu import library
 from quire.platforms import Host
 from quire.worker import cpu as worker_cpu
 from quire.worker.cpu import CpuDevice
+from tests.fixtures.folded import folded
 from tests.worker.harness import tiny_config
 
 GIB = 2**30
@@ -35,7 +36,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 @pytest.mark.item(52)
-@pytest.mark.parametrize(
+@folded(
     ("files", "gib"),
     [
         ({}, 16),

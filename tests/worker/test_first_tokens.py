@@ -28,6 +28,7 @@ from quire.worker.sampler.sampler import NON_FINITE_CODE, StagedDraw, StagedRows
 from quire.worker.sampling import FirstTokens, by_keys
 from tests.distributed.test_group import on_all
 from tests.executor.test_multiproc import run, said, started
+from tests.fixtures.folded import folded
 from tests.fixtures.thread_ranks import ThreadRanks
 from tests.models.harness import load_tiny
 from tests.models.test_tensor_parallel import together
@@ -59,8 +60,8 @@ def first_tokens(model: Any, group: Group, own: slice) -> FirstTokens:
     return FirstTokens(cast("CausalLM", model), group, own.start, -(-num_tokens // group.size), num_tokens)
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 5, 11])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@folded("num", [1, 2, 3, 5, 11])
+@folded("size", [2, 3, 4])
 def test_top_k_samples_of_ranks_are_those_of_all_logits(size: int, num: int) -> None:
     """With top-p and min-p beside it, and for greedy rows as well; of what cannot be drawn from, too."""
     logits, draw = rows(), np.random.default_rng(num)

@@ -15,6 +15,7 @@ from quire.kernels.attention_metadata import AttentionMetadata
 from quire.scheduler.output import ScheduledRequest
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, gather_inputs, lay_out
+from tests.fixtures.folded import folded
 from tests.worker.harness import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -141,7 +142,7 @@ def test_batch_refuses_contradictions() -> None:
         batch.row("b")
 
 
-@pytest.mark.parametrize(
+@folded(
     ("start", "num_tokens", "num_samples", "blocks", "message"),
     [
         (0, 4, 1, [1], "differ from the plan"),
@@ -181,8 +182,8 @@ def test_drafts_are_those_that_are_to_be_sampled(scheduled: ScheduledRequest) ->
         batch.grow(scheduled)
 
 
-@pytest.mark.parametrize("rolls_back", [True, False])
-@pytest.mark.parametrize("num_kept", [1, 2, 4])
+@folded("rolls_back", [True, False])
+@folded("num_kept", [1, 2, 4])
 def test_a_row_keeps_what_is_accepted(rolls_back: bool, num_kept: int) -> None:
     batch = input_batch(rolls_back=rolls_back)
     batch.add(request([1, 2, 3], block_ids=[2, 3], num_computed_tokens=2))

@@ -17,6 +17,7 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import STEP_PROTOCOL_VERSION, NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.worker.cpu import CpuDevice
+from tests.fixtures.folded import folded
 from tests.worker.harness import NUM_BLOCKS, POISON, VOCAB_SIZE, Driver, Sequence, request, toy_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=99, logprobs=2, prompt_logprobs=1)
@@ -51,8 +52,8 @@ def result(sequence: Sequence) -> tuple[Any, ...]:
     return sequence.token_ids, sequence.logprobs, sequence.prompt_logprobs
 
 
-@pytest.mark.parametrize("kind", range(len(KINDS)))
-@pytest.mark.parametrize("chunk", [1, 3, 4, 7])
+@folded("kind", range(len(KINDS)))
+@folded("chunk", [1, 3, 4, 7])
 def test_chunked_equals_whole(kind: int, chunk: int) -> None:
     driver = Driver(toy_runner(), seed=chunk)
     driver.submit("a", prompt(13, 1), params(kind))
@@ -159,7 +160,7 @@ def test_non_finite_prompt_logits_fail_the_request() -> None:
     assert (output.sampled_token_ids, output.prompt_logprobs) == ({}, {})
 
 
-@pytest.mark.parametrize(
+@folded(
     ("bad", "message"),
     [
         (request([1, VOCAB_SIZE], request_id="bad"), "token id 23 is not in the vocabulary of 23"),
@@ -211,7 +212,7 @@ def test_plan_of_failures_alone_runs_nothing() -> None:
     assert (output.step_id, list(output.failed), output.forward_s) == (4, ["bad"], 0.0)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("plan", "message"),
     [
         (SchedulerOutput(0, [], [planned("x", 1, 1)], []), "x has no row"),

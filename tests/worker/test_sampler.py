@@ -22,6 +22,7 @@ from quire.worker.cpu import CpuTransfers
 from quire.worker.input_batch import Samples
 from quire.worker.sampler import Sampler, SamplerOutput, StagedRows, clear_unusable
 from quire.worker.sampler.logprobs import LogprobsMode, token_logprobs
+from tests.fixtures.folded import folded
 from tests.worker import sampler_oracle as oracle
 from tests.worker.harness import append_tokens, input_batch, next_samples, request, rows_of
 
@@ -428,7 +429,7 @@ def test_a_reused_row_remembers_nothing(first: NewRequestData, second: NewReques
     assert (again.token_ids[1], again.logprobs.get(1)) == (new.token_ids[0], new.logprobs.get(0))
 
 
-@pytest.mark.parametrize(
+@folded(
     "strong",
     [
         {"temperature": 0.01},
@@ -455,7 +456,7 @@ def test_every_setting_leaves_with_its_request(strong: dict[str, Any]) -> None:
         bench.remove("next")
 
 
-@pytest.mark.parametrize(
+@folded(
     "sampling",
     [
         params(),

@@ -18,6 +18,7 @@ from tests.entrypoints.openai.replies import ODD, REPLIES
 from tests.entrypoints.openai.serving import client_for, named_events
 from tests.entrypoints.openai.test_fuzz import SETTINGS
 from tests.entrypoints.openai.test_tenants_and_limits import fair_engine
+from tests.fixtures.folded import folded
 
 PATH = "/v1/messages"
 BASE: dict[str, Any] = {"max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
@@ -132,7 +133,7 @@ async def test_fields_without_effect_are_named(client: httpx.AsyncClient) -> Non
     assert named == ["messages[].content[].cache_control", "thinking.budget_tokens", "thinking"]
 
 
-@pytest.mark.parametrize(
+@folded(
     ("body", "status", "kind"),
     [
         ({"model": "claude"}, 404, "not_found_error"),

@@ -11,6 +11,7 @@ import pytest
 
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
+from tests.fixtures.folded import folded
 
 NAMES = [f"a{number}" for number in range(45)]
 
@@ -69,7 +70,7 @@ async def test_model_that_is_unknown_is_anthropics_error(client: httpx.AsyncClie
     assert reply.json()["request_id"] == reply.headers["x-request-id"]
 
 
-@pytest.mark.parametrize(
+@folded(
     ("query", "status", "kind"),
     [
         *(

@@ -7,10 +7,9 @@ import random
 import re
 from typing import Any
 
-import pytest
-
 from quire.entrypoints.chat.call_arguments import new_call_id
 from quire.entrypoints.chat.template import ChatTemplate
+from tests.fixtures.folded import folded
 
 MISTRAL = """\
 {%- for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}
@@ -45,8 +44,8 @@ def history(ids: list[str | None]) -> list[dict[str, Any]]:
     return messages
 
 
-@pytest.mark.parametrize("template", [MISTRAL, CHECKS], ids=["mistral", "checks"])
-@pytest.mark.parametrize("seed", range(20))
+@folded("template", [MISTRAL, CHECKS], ids=["mistral", "checks"])
+@folded("seed", range(20))
 def test_ids_of_any_form_are_nine_letters_or_digits(template: str, seed: int) -> None:
     rng = random.Random(seed)
     distinct = [one for one in rng.sample(IDS, 6) if one is not None]

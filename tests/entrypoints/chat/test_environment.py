@@ -12,6 +12,7 @@ import pytest
 from jinja2 import Environment
 
 from quire.entrypoints.chat.environment import MAX_SIZE, TemplateRefusalError, make_environment, weigh
+from tests.fixtures.folded import folded
 
 GROWING = (
     "{{% set ns = namespace(x={0}) %}}{{% for i in range(100000) %}}{{% set ns.x = {1} %}}{{% endfor %}}{2}"
@@ -128,7 +129,7 @@ def test_nothing_large_is_built_and_nothing_takes_long(sources: list[str]) -> No
     assert {source: s for source, (_, s) in zip(sources, results, strict=True) if s > 10} == {}
 
 
-@pytest.mark.parametrize("source", NASTY[:6])
+@folded("source", NASTY[:6])
 def test_constants_are_not_computed_while_a_template_is_compiled(source: str) -> None:
     started = time.process_time()
     template = make_environment().from_string(source)
@@ -150,7 +151,7 @@ def test_common_template_code_renders_in_the_sandbox(source: str, text: str) -> 
     assert make_environment().from_string(source).render() == text
 
 
-@pytest.mark.parametrize(
+@folded(
     "source",
     [
         "{{ 'a' ~ 1 ~ none ~ [1, 'b'] ~ missing }}",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.entrypoints.chat.template import ChatTemplate
+from tests.fixtures.folded import folded
 from tests.real.fetch import folder
 
 ANYTHING = """\
@@ -91,7 +92,7 @@ def test_published_template_with_turns_in_a_row_shows_texts(name: str) -> None:
         assert all(message["content"] in text for message in messages), (kinds, text)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("kinds", "expected", "told"),
     [
         ("uu", "<user>text0.\n\ntext1.", "messages[]"),

@@ -10,6 +10,7 @@ import pytest
 
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
+from tests.fixtures.folded import folded
 
 IN_PLACE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 FIRST_ONLY = """\
@@ -54,7 +55,7 @@ def conversations() -> list[tuple[str, ...]]:
     return list(found)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@folded("name", TEMPLATES)
 def test_template_with_system_messages_anywhere_shows_every_text(name: str) -> None:
     template = ChatTemplate(TEMPLATES[name])
     for roles in conversations():

@@ -13,6 +13,7 @@ import pytest
 from quire.entrypoints.chat import template as template_module
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ConfigError, ValidationError
+from tests.fixtures.folded import folded
 
 HI = [{"role": "user", "content": "hi"}]
 CHATML = (
@@ -49,7 +50,7 @@ def test_template_reads_names_of_exactly_these_roles(source: str, readers: set[s
     assert template.reads_name("developer") == template.reads_name("system")
 
 
-@pytest.mark.parametrize(
+@folded(
     ("source", "expected"),
     [
         ("{{ bos_token }}{{ eos_token }}", "<s></s>"),
@@ -69,7 +70,7 @@ def test_template_functions_and_filters_render(source: str, expected: str) -> No
 
 
 @pytest.mark.item(16)
-@pytest.mark.parametrize(
+@folded(
     "source",
     [
         "{{ messages.__class__.__mro__ }}",
@@ -133,7 +134,7 @@ def test_tools_and_documents_need_a_place() -> None:
         assert refused.value.param == name
 
 
-@pytest.mark.parametrize("content", ["Well, ", "I am", "<", "<|im_end|>", "  ", "assistant"])
+@folded("content", ["Well, ", "I am", "<", "<|im_end|>", "  ", "assistant"])
 def test_continue_final_message(content: str) -> None:
     messages = [*HI, {"role": "assistant", "content": content}]
     options = {"add_generation_prompt": False, "continue_final_message": True}
@@ -153,8 +154,8 @@ PARTS_ONLY = (
 BOTH = "{% for m in messages %}{{ m.role }}: {{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
 
 
-@pytest.mark.parametrize("source", [STRING_ONLY, PARTS_ONLY, BOTH])
-@pytest.mark.parametrize("content", ["a\nb", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]])
+@folded("source", [STRING_ONLY, PARTS_ONLY, BOTH])
+@folded("content", ["a\nb", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]])
 def test_content_format_is_found_out(source: str, content: Any) -> None:
     assert render(source, [{"role": "user", "content": content}]) == "user: a\nb"
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from quire.entrypoints.chat.formats.reasoning import FORMATS
 from quire.entrypoints.chat.formats.selection import AnswerFormat
 from quire.entrypoints.chat.template import ChatTemplate, ThinkingSwitch
+from tests.fixtures.folded import folded
 
 THINK = next(row for row in FORMATS if row.name == "qwen3")
 BEGIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -33,7 +32,7 @@ HYBRID = (
 BUDGET = "{% if thinking_budget == 0 %}Do not think.{% endif %}" + BEGIN
 
 
-@pytest.mark.parametrize(
+@folded(
     ("template", "options", "is_off"),
     [
         (THINKS_BY_DEFAULT, {}, True),
@@ -80,7 +79,7 @@ def test_switch_remembers_a_bounded_number_of_options() -> None:
     assert len(switch._known) <= 64
 
 
-@pytest.mark.parametrize(
+@folded(
     "row", [row for row in FORMATS if row.opens and row.name != "openai_gptoss"], ids=lambda row: row.name
 )
 def test_constraint_starts_at_once_if_thinking_is_off(row: Any) -> None:

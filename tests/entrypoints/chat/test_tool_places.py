@@ -11,6 +11,7 @@ import pytest
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
 from tests.entrypoints.chat.test_plain_text import SPECIAL_IDS, TOKENIZER
+from tests.fixtures.folded import folded
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": {}}}
 QUESTION = {"role": "user", "content": "hi"}
@@ -35,8 +36,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("history", [[QUESTION], [SYSTEM, QUESTION]], ids=["no_system", "system"])
+@folded("place", PLACES)
+@folded("history", [[QUESTION], [SYSTEM, QUESTION]], ids=["no_system", "system"])
 def test_template_any_tool_place_shows_tools(place: str, history: list[dict[str, Any]]) -> None:
     template = ChatTemplate(PLACES[place])
     given = [dict(message) for message in history]

@@ -13,6 +13,7 @@ import pytest
 from quire.entrypoints.cli.client import Event, ServerClient, carries_tokens, event_data
 from quire.errors import ClientError, ConfigError, EngineError, UnavailableError
 from tests.fixtures.fake_server import FakeServer, event_stream, json_answer
+from tests.fixtures.folded import folded
 
 
 def answered(response: bytes) -> Any:
@@ -58,7 +59,7 @@ def test_stream_is_the_same_however_it_is_cut(cut: int) -> None:
     assert streamed(event_stream(events, cut=cut)) == events
 
 
-@pytest.mark.parametrize(
+@folded(
     ("event", "carries"),
     [
         ({"choices": [{"text": ""}]}, True),
@@ -86,7 +87,7 @@ def test_comments_and_other_fields_are_skipped() -> None:
     assert asyncio.run(collect()) == ["a", "b"]
 
 
-@pytest.mark.parametrize(
+@folded(
     ("response", "error", "message"),
     [
         (json_answer({"error": {"message": "no such model"}}, 404), ClientError, "404: no such model"),

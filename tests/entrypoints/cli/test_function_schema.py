@@ -11,6 +11,7 @@ import pytest
 
 from quire.entrypoints.cli.run import tool_of
 from quire.errors import ConfigError
+from tests.fixtures.folded import folded
 
 
 class Unit(enum.Enum):
@@ -66,7 +67,7 @@ def test_schema_and_words_come_from_signature_and_docstring() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@folded(
     ("hint", "schema"),
     [
         (str, {"type": "string"}),

@@ -11,6 +11,7 @@ import pytest
 
 from quire.entrypoints.cli.run import DENIED, LocalTools, find_functions
 from quire.errors import ConfigError
+from tests.fixtures.folded import folded
 
 SOURCE = '''
 import json
@@ -100,7 +101,7 @@ def test_arguments_are_shown_without_control_characters(file: Path) -> None:
     assert asked == [r"later(text='\x1b[2J\r')"]
 
 
-@pytest.mark.parametrize(
+@folded(
     "name",
     [
         "add",

@@ -16,6 +16,7 @@ from quire.entrypoints.cli import main as main_module
 from quire.entrypoints.cli.main import COMMANDS, main
 from quire.errors import ConfigError, ModelLoadError, ValidationError
 from quire.version import __version__
+from tests.fixtures.folded import folded
 
 HEAVY = ("torch", "numpy", "transformers", "fastapi", "uvicorn", "zmq", "tokenizers", "huggingface_hub")
 
@@ -63,7 +64,7 @@ def test_help_and_mistakes_import_nothing_heavy(argv: list[str]) -> None:
     assert "heavy: []" in done.stdout
 
 
-@pytest.mark.parametrize(
+@folded(
     "argv",
     [[], *([name] for name in COMMANDS), *(["bench", name] for name in ("throughput", "latency", "serve"))],
     ids=" ".join,

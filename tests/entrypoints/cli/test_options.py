@@ -18,6 +18,7 @@ from quire.config.fields import Config, field_types, flag_of, hashed_key, info_o
 from quire.entrypoints.cli.main import cli
 from quire.entrypoints.cli.options import COMMON, engine_config, server_config
 from quire.entrypoints.cli.serve import serve
+from tests.fixtures.folded import folded
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
 KEY = TEXT.map(str.strip).filter(bool)
@@ -101,9 +102,9 @@ def spelt(name: str, value: Any, underscores: bool) -> list[str]:
     return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
+@folded("name", FIELDS)
 @settings(derandomize=True, max_examples=3, deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("name", FIELDS)
 def test_every_flag_reaches_its_field_and_no_other(name: str, data: st.DataObject) -> None:
     value = data.draw(values(*FIELDS[name]))
     given_configs = configs(*spelt(name, value, underscores=data.draw(st.booleans())))
@@ -152,7 +153,7 @@ def test_human_integers() -> None:
     assert configs("--max-model-len", "auto")[0].model.max_model_len == -1
 
 
-@pytest.mark.parametrize(
+@folded(
     ("argv", "message"),
     [
         (["--block-size", "big"], "'--block-size': 'big' is not an integer"),

@@ -130,17 +130,21 @@ def test_a_mistake_is_told_before_the_model_loads(
     assert not list(tmp_path.glob("out*"))
 
 
-def started(tmp_path: Path, *args: str) -> subprocess.Popen[bytes]:
-    """A run of 40 rows of 20 tokens, whose sampling is random."""
+def command_of(tmp_path: Path, out: Path) -> list[str]:
+    """Return the command of a run of 40 rows of 20 tokens, whose sampling is random."""
     table = tmp_path / "in.csv"
     table.write_text("n\n" + "".join(f"{number}\n" for number in range(40)))
-    command = [
-        *(sys.executable, "-m", "quire.entrypoints.cli.main", "run-batch", "-i", str(table)),
+    return [
+        *("run-batch", "-i", str(table), "-o", str(out)),
         *("--prompt", "Story {n}:", "--raw", "--max-tokens", "20", "--temperature", "1"),
-        *("--body", '{"ignore_eos": true}', "--max-num-seqs", "2", *SMALL, *args),
+        *("--body", '{"ignore_eos": true}', "--max-num-seqs", "2", *SMALL),
     ]
-    with (tmp_path / "log").open("ab") as log:
-        return subprocess.Popen(command, stderr=log, start_new_session=True)
+
+
+def started(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    program = (sys.executable, "-m", "quire.entrypoints.cli.main")
+    with log.open("ab") as file:
+        return subprocess.Popen([*program, *command], stderr=file, start_new_session=True)
 
 
 def wait_for_lines(process: subprocess.Popen[bytes], path: Path, num_lines: int) -> None:
@@ -152,20 +156,23 @@ def wait_for_lines(process: subprocess.Popen[bytes], path: Path, num_lines: int)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.more)])
-def test_a_run_that_was_ended_goes_on_to_the_same_file(ending: signal.Signals, tmp_path: Path) -> None:
+def test_a_run_that_was_ended_goes_on_to_the_same_file(
+    ending: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str], restore_threads: None
+) -> None:
     whole, out = tmp_path / "whole.csv", tmp_path / "out.csv"
-    assert started(tmp_path, "-o", str(whole)).wait(WITHIN_S) == 0
-    ended = started(tmp_path, "-o", str(out))
+    assert main(command_of(tmp_path, whole)) == 0
+    ended = started(command_of(tmp_path, out), tmp_path / "log")
     wait_for_lines(ended, tmp_path / "out.csv.partial", 3)
     os.killpg(ended.pid, ending) if ending == signal.SIGKILL else ended.send_signal(ending)
     assert ended.wait(WITHIN_S) == (-signal.SIGKILL if ending == signal.SIGKILL else 130)
     assert not out.exists()
     assert (tmp_path / "out.csv.partial").read_bytes().count(b"\n") < 40
-    assert started(tmp_path, "-o", str(out)).wait(WITHIN_S) == 0
+    assert "were answered before" not in capsys.readouterr().err
+    assert main(command_of(tmp_path, out)) == 0
     assert out.read_bytes() == whole.read_bytes()
-    said = (tmp_path / "log").read_text()
-    assert "were answered before" in said
+    assert "were answered before" in capsys.readouterr().err
     if ending == signal.SIGINT:
+        said = (tmp_path / "log").read_text()
         assert "Interrupted; what is answered is kept. The same command" in said
 
 

@@ -17,6 +17,7 @@ from quire.entrypoints.cli.run import model_and_prompt, names_model
 from quire.entrypoints.cli.run_chat import AnswerPrinting, ChatSession, read_message
 from quire.entrypoints.llm import LLM
 from quire.sampling_params import SamplingParams
+from tests.fixtures.folded import folded
 
 QUESTION = "What is the capital of France?"
 GREEDY = {"temperature": 0.0, "max_tokens": 24}
@@ -161,7 +162,7 @@ def test_run_without_prompt_on_a_terminal_chats(
     assert "--raw needs a PROMPT" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@folded(
     ("words", "flag", "expected"),
     [
         (("hello",), None, (None, "hello")),

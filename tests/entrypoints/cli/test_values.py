@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.entrypoints.cli.options import HumanInt, JsonObjectType, Rate
+from tests.fixtures.folded import folded
 
 
-@pytest.mark.parametrize(
+@folded(
     ("text", "number"),
     [
         ("0", 0),
@@ -39,7 +40,7 @@ def test_every_plain_integer_is_itself(number: int) -> None:
     assert HumanInt().convert(str(number), None, None) == number
 
 
-@pytest.mark.parametrize("text", ["", "k", "1kk", "1.5", "0.0001k", "1e3", "0x10", "nan", "1 k", True, None])
+@folded("text", ["", "k", "1kk", "1.5", "0.0001k", "1e3", "0x10", "nan", "1 k", True, None])
 def test_invalid_integer_is_a_bad_parameter(text: object) -> None:
     with pytest.raises(click.BadParameter):
         HumanInt().convert(text, None, None)

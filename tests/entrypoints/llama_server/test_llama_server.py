@@ -22,6 +22,7 @@ from tests.entrypoints.openai.replies import REPLIES
 from tests.entrypoints.openai.serving import client_for, events
 from tests.entrypoints.openai.test_fill_in import tokenizer_with
 from tests.entrypoints.openai.test_fuzz import SETTINGS, odd
+from tests.fixtures.folded import folded
 
 PATH = "/completion"
 ADMIN = {"authorization": "Bearer admin"}
@@ -125,7 +126,7 @@ async def test_cache_options_are_noted_unless_neutral(client: httpx.AsyncClient)
     assert sorted(reply["ignored"]) == ["cache_prompt", "id_slot", "n_keep"]
 
 
-@pytest.mark.parametrize(
+@folded(
     ("body", "part"),
     [
         ({"n_predict": -2}, "n_predict must be at least 0, or -1"),

@@ -23,6 +23,7 @@ from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.replies import ODD, REPLIES
 from tests.entrypoints.openai.serving import client_for
 from tests.entrypoints.openai.test_fuzz import SETTINGS
+from tests.fixtures.folded import folded
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 HI = [{"role": "user", "content": "hi"}]
@@ -120,7 +121,7 @@ async def test_served_model_is_listed_and_shown(client: httpx.AsyncClient) -> No
         assert (await ask(client, CHAT, model=name))["model"] == name
 
 
-@pytest.mark.parametrize(
+@folded(
     ("path", "body", "status", "part"),
     [
         (CHAT, {"model": "nope"}, 404, "nope"),
@@ -228,11 +229,11 @@ async def test_suffix_fills_in_the_middle_and_ends_there(monkeypatch: pytest.Mon
     assert list(params.stop_token_ids) == [33]
 
 
-@pytest.mark.parametrize(
+@folded(
     ("keep_alive", "reason"),
     [(0, "unload"), ("0", "unload"), (0.0, "unload"), ("5m", "load"), (-1, "load"), (None, "load")],
 )
-@pytest.mark.parametrize("path", BODIES)
+@folded("path", BODIES)
 async def test_request_without_prompt_says_load_or_unload(
     client: httpx.AsyncClient, path: str, keep_alive: Any, reason: str
 ) -> None:

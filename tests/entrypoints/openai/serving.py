@@ -37,9 +37,13 @@ class CheckedClient(httpx.AsyncClient):
         return response
 
 
+PATIENT: dict[str, Any] = {"chat_template_timeout": 60.0}
+"""A busy machine may take longer over a template than the default, which is 2 s of the clock."""
+
+
 def client_for(engine: FakeEngine, **options: Any) -> httpx.AsyncClient:
     """A client that calls the app directly."""
-    return CheckedClient(build_app(engine, ServerConfig(**options)))  # type: ignore[arg-type]
+    return CheckedClient(build_app(engine, ServerConfig(**PATIENT | options)))  # type: ignore[arg-type]
 
 
 class LiveServer:
@@ -47,7 +51,7 @@ class LiveServer:
 
     def __init__(self, engine: FakeEngine, **options: Any) -> None:
         settings = {name: options.pop(name) for name in ("needs_key", "service_manager") if name in options}
-        config = ServerConfig(port=0, uvicorn_log_level="warning", **options)
+        config = ServerConfig(port=0, uvicorn_log_level="warning", **PATIENT | options)
         self.listener = bind(config.host, config.port)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.app = build_app(engine, config)  # type: ignore[arg-type]
@@ -58,7 +62,7 @@ class LiveServer:
         self.task = asyncio.create_task(self.lifecycle.run())
 
     async def code(self) -> int:
-        return await asyncio.wait_for(self.task, 30)
+        return await asyncio.wait_for(self.task, 300)
 
 
 @contextlib.asynccontextmanager

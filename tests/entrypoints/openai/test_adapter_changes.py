@@ -19,6 +19,7 @@ from quire.lora_resolvers import DirectoryResolver, LoRAResolver
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
 from tests.fixtures.entry_points import Offer
+from tests.fixtures.folded import folded
 
 ADMIN = {"authorization": "Bearer admin"}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -76,7 +77,7 @@ async def test_an_adapter_is_loaded_used_and_unloaded() -> None:
         assert engine.loras == [LoRARequest("pirate", 1, "/a")], "it goes when there is no room for it"
 
 
-@pytest.mark.parametrize(
+@folded(
     ("body", "problem"),
     [
         ({"lora_name": "a/b", "lora_path": "/a"}, "lora_name must be 1 to 256 letters"),

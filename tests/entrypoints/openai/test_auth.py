@@ -14,6 +14,7 @@ from quire.entrypoints.openai.middleware.auth import OPEN_PATHS
 from quire.entrypoints.openai.openapi.limits import ServerLimits
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
+from tests.fixtures.folded import folded
 
 KEY = "secret-key"
 NO_KEY = "this server needs an API key: Authorization: Bearer <key>"
@@ -51,7 +52,7 @@ async def test_every_route_needs_the_key(engine: FakeEngine) -> None:
 
 
 @pytest.mark.item(9, 23)
-@pytest.mark.parametrize(
+@folded(
     ("path", "headers"),
     [
         ("/nowhere", {}),

@@ -12,6 +12,7 @@ import pytest
 
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
+from tests.fixtures.folded import folded
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -163,7 +164,7 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.item(1, 2, 3, 4, 5, 6, 7)
-@pytest.mark.parametrize(("fields", "param"), COMPLETION_CASES, ids=lambda value: str(value)[:50])
+@folded(("fields", "param"), COMPLETION_CASES, ids=lambda value: str(value)[:50])
 async def test_completions(
     client: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], param: str
 ) -> None:
@@ -261,7 +262,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.item(1, 16, 19)
-@pytest.mark.parametrize(("fields", "param"), CHAT_CASES, ids=lambda value: str(value)[:50])
+@folded(("fields", "param"), CHAT_CASES, ids=lambda value: str(value)[:50])
 async def test_chat(
     client: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], param: str
 ) -> None:
@@ -297,7 +298,7 @@ BODIES: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.item(3, 10)
-@pytest.mark.parametrize(("body", "reason"), BODIES, ids=lambda value: str(value)[:30])
+@folded(("body", "reason"), BODIES, ids=lambda value: str(value)[:30])
 async def test_malformed_json(client: httpx.AsyncClient, body: bytes, reason: str) -> None:
     start = time.process_time()
     response = await client.post(COMPLETIONS, content=body, headers=JSON)

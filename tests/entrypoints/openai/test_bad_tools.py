@@ -16,6 +16,8 @@ from quire.entrypoints.chat.tool_schemas import PLAIN_NAME, check_names
 from quire.errors import ValidationError
 from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for
+from tests.fixtures.folded import folded
+from tests.fixtures.quick import quick
 
 CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
 PATHS = (CHAT, RESPONSES, MESSAGES, OLLAMA)
@@ -78,8 +80,8 @@ async def test_more_tools_than_the_limit(client: httpx.AsyncClient, path: str) -
     assert (message, param in ("", "tools")) == ("tools has 4 tools, the limit is 3", True)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("schema", ["x", [], {"type": "array"}, {"type": 5}], ids=str)
+@folded("path", PATHS)
+@folded("schema", ["x", [], {"type": "array"}, {"type": 5}], ids=str)
 async def test_a_schema_that_is_none(client: httpx.AsyncClient, path: str, schema: Any) -> None:
     message, param = await refused(
         client, path, {"tools": [tool(path, "g"), strict(tool(path, "f", schema))]}
@@ -88,8 +90,8 @@ async def test_a_schema_that_is_none(client: httpx.AsyncClient, path: str, schem
     assert not param or param.startswith("tools.1")
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
+@folded("path", PATHS)
+@folded(
     ("schema", "where"),
     [
         ({"properties": []}, "properties"),
@@ -106,8 +108,8 @@ async def test_a_part_of_a_schema_that_is_none(
     await check(client, path, {"tools": [strict(tool(path, "f", schema))]}, f"tools.0.{name}.{where}")
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
+@folded("path", PATHS)
+@folded(
     "schema",
     [
         {"type": "object", "properties": None, "required": None},
@@ -128,8 +130,8 @@ async def test_malformed_schema_of_lenient_tool_costs_no_answer(
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", [None, 5, "", ["f"]], ids=str)
+@folded("path", PATHS)
+@folded("name", [None, 5, "", ["f"]], ids=str)
 async def test_a_name_that_is_none(client: httpx.AsyncClient, path: str, name: Any) -> None:
     message, param = await refused(client, path, {"tools": [tool(path, name)]})
     assert "tools.0" in message
@@ -150,8 +152,8 @@ async def test_a_choice_of_a_tool_that_is_not_there(
     await check(client, path, {"tools": [tool(path)], "tool_choice": choice}, "tool_choice")
 
 
-@pytest.mark.parametrize("thought", [5, {"a": 1}, [1]], ids=str)
-@pytest.mark.parametrize(
+@folded("thought", [5, {"a": 1}, [1]], ids=str)
+@folded(
     ("path", "where"),
     [
         (CHAT, "messages.1.reasoning"),
@@ -186,7 +188,7 @@ async def test_a_name_that_the_format_cannot_hold(path: str) -> None:
         await check(client, path, {"tools": tools}, f"tools.1.{inner(path)}name")
 
 
-@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
+@folded("row", FORMATS, ids=lambda row: row.name)
 def test_every_format_allows_plain_names_and_declares_others(row: Any) -> None:
     for name in ("f", "get_weather", "F2_", "_"):
         assert PLAIN_NAME.fullmatch(name)
@@ -226,7 +228,7 @@ NOT_ENFORCED: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("parser", "schema", "place"), NOT_ENFORCED, ids=str)
+@folded(("parser", "schema", "place"), NOT_ENFORCED, ids=str)
 async def test_schema_that_is_not_enforced_is_reported_by_its_place(
     parser: str, schema: dict[str, Any], place: str
 ) -> None:
@@ -275,8 +277,10 @@ WITH_CHOICE: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "pythonic", "mistral", "openai"])
-@pytest.mark.parametrize(("what", "schema"), ODD, ids=[what for what, _ in ODD])
+@pytest.mark.parametrize(
+    "parser", quick(["hermes", "qwen3_coder", "pythonic", "mistral", "openai"], ["qwen3_coder", "openai"])
+)
+@folded(("what", "schema"), ODD, ids=[what for what, _ in ODD])
 async def test_odd_schema_costs_its_tool_the_constraint(
     parser: str, what: str, schema: dict[str, Any]
 ) -> None:
@@ -298,7 +302,7 @@ async def test_odd_schema_costs_its_tool_the_constraint(
                     assert noted == {f"tools[2].{inner(path)}strict": False}
 
 
-@pytest.mark.parametrize(("what", "schema"), ODD[:10], ids=[what for what, _ in ODD[:10]])
+@folded(("what", "schema"), ODD[:10], ids=[what for what, _ in ODD[:10]])
 async def test_odd_schema_of_strict_tool_is_refused(what: str, schema: dict[str, Any]) -> None:
     async with client_for(FakeEngine(FakeTokenizer()), tool_call_parser="hermes") as client:
         for path, choices in WITH_CHOICE.items():

@@ -39,7 +39,7 @@ def bounded_threads() -> list[threading.Thread]:
 
 async def until_all_ended() -> None:
     """Those that are kept do when nobody can give them work any more."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while bounded_threads():
             collect_garbage()
             await asyncio.sleep(0.01)
@@ -71,7 +71,7 @@ async def test_nothing_of_what_was_done_is_kept() -> None:
     seen = weakref.ref(argument)
     await threads.run(str, argument)
     del argument
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while seen() is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -167,7 +167,7 @@ async def test_a_cancellation_that_comes_with_the_result_is_heeded(monkeypatch: 
     task = asyncio.create_task(BoundedThreads().run(int))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert handed_over.wait(10), "the result waits for the loop, which is held up here"
+    assert handed_over.wait(300), "the result waits for the loop, which is held up here"
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

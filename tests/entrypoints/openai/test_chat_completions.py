@@ -8,10 +8,10 @@ import re
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for, stream
+from tests.fixtures.folded import folded
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -78,7 +78,7 @@ async def test_special_tokens_in_messages_stay_text(client: httpx.AsyncClient, e
     assert engine.tokenizer.decode(ids) == f"user\n{content}\nassistant\n"
 
 
-@pytest.mark.parametrize(
+@folded(
     "options",
     [
         {},
@@ -90,10 +90,8 @@ async def test_special_tokens_in_messages_stay_text(client: httpx.AsyncClient, e
         {"max_completion_tokens": 40, "tools": [TOOL], "logprobs": True},
     ],
 )
-@pytest.mark.parametrize(
-    "text", ["Grüße 🙂", f"Let me see.\n{CALL}\n{CALL}", CALL, "<tool_call>{oops</tool_call> x "]
-)
-@pytest.mark.parametrize("interval", [1, 7])
+@folded("text", ["Grüße 🙂", f"Let me see.\n{CALL}\n{CALL}", CALL, "<tool_call>{oops</tool_call> x "])
+@folded("interval", [1, 7])
 async def test_stream_joins_to_whole(options: dict[str, Any], text: str, interval: int) -> None:
     engine = FakeEngine(stream_interval=interval)
     engine.reply = lambda prompt, index: text

@@ -11,6 +11,7 @@ import pytest
 from quire.errors import ConfigError
 from tests.entrypoints.openai.fake_engine import TEMPLATE, FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for
+from tests.fixtures.folded import folded
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -31,7 +32,7 @@ async def prompted(template: str, body: dict[str, Any], **options: Any) -> str:
     return prompt_of(engine)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("template", "content_format", "prompt"),
     [
         (SHOWN, "auto", "user=hi;"),

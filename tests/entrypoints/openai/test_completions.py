@@ -10,6 +10,7 @@ import pytest
 
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for, stream
+from tests.fixtures.folded import folded
 
 PATH = "/v1/completions"
 
@@ -87,8 +88,8 @@ async def test_forms_of_prompt(
     assert body["usage"]["prompt_tokens"] == sum(map(len, texts))
 
 
-@pytest.mark.parametrize("interval", [1, 3, 100])
-@pytest.mark.parametrize(
+@folded("interval", [1, 3, 100])
+@folded(
     "options",
     [
         {},

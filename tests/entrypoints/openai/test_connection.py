@@ -29,7 +29,7 @@ async def connect(server: LiveServer) -> tuple[asyncio.StreamReader, asyncio.Str
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
     """All that comes. A server that closes before it has read everything resets the connection, after its answer."""
     answer = b""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         try:
             while block := await reader.read(1 << 16):
                 answer += block
@@ -114,7 +114,7 @@ async def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = json.dumps({"prompt": "hi", "stream": True, "max_tokens": 4_000, "logprobs": 3}).encode()
         client.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while not engine.closed:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert not engine.running
@@ -127,7 +127,7 @@ async def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None
 async def test_a_client_that_reads_slowly_gets_everything() -> None:
     engine = FakeEngine(max_model_len=2**20, max_num_batched_tokens=2**20)
     engine.reply = lambda prompt, index: "x" * 2_000
-    async with live_server(engine, write_timeout=0.4) as server:
+    async with live_server(engine, write_timeout=3.0) as server:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         reader, writer = await connect(server)
         body = json.dumps({"prompt": "hi", "stream": True, "max_tokens": 5_000, "logprobs": 3}).encode()
@@ -174,7 +174,7 @@ STREAMED = json.dumps({"prompt": "hi", "max_tokens": 50, "stream": True}).encode
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -190,7 +190,7 @@ async def test_a_client_that_sends_no_more_gets_its_answer(body: bytes) -> None:
         writer.write(HEAD + f"content-length: {length}\r\n\r\n".encode() + body)
         writer.write_eof()
         await until(lambda: engine.running)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             for _ in range(3):
                 assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         engine.hold_after = None
@@ -216,7 +216,7 @@ async def test_one_of_an_older_http_sees_but_its_answer(
         writer.write(head + f"content-length: {len(body)}\r\n\r\n".encode() + body)
         writer.write_eof()
         await until(lambda: engine.running)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             begun = await reader.readexactly(num_probes)
         engine.hold_after = None
         engine.died.set()

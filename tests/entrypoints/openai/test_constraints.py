@@ -11,6 +11,7 @@ from quire.entrypoints.openai.protocol.constraints import constraint_of
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest
 from quire.errors import ValidationError
 from quire.sampling_params import StructuredOutputsParams
+from tests.fixtures.folded import folded
 
 SCHEMA: dict[str, Any] = {"type": "integer"}
 TAG: dict[str, Any] = {"type": "structural_tag", "format": {"type": "any_text"}}
@@ -56,13 +57,13 @@ def request(fields: dict[str, Any]) -> ChatCompletionRequest:
     return ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
 
 
-@pytest.mark.parametrize(("fields", "expected"), SAME, ids=lambda value: str(value)[:60])
+@folded(("fields", "expected"), SAME, ids=lambda value: str(value)[:60])
 def test_a_field_means_its_constraint(fields: dict[str, Any], expected: dict[str, Any] | None) -> None:
     wanted = None if expected is None else StructuredOutputsParams(**expected)
     assert constraint_of(request(fields)) == wanted
 
 
-@pytest.mark.parametrize("fields", BAD, ids=str)
+@folded("fields", BAD, ids=str)
 def test_malformed_constraint_is_refused_by_its_name(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as error:
         constraint_of(request(fields))

@@ -53,7 +53,7 @@ class Client:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 

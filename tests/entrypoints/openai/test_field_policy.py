@@ -21,6 +21,7 @@ from quire.entrypoints.openai.protocol.requests import (
 from quire.errors import ValidationError
 from tests.entrypoints.openai.fake_engine import TEMPLATE, FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for, stream
+from tests.fixtures.folded import folded
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 HI = [{"role": "user", "content": "hi"}]
@@ -68,7 +69,7 @@ IGNORED: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.item(11)
-@pytest.mark.parametrize(("fields", "names"), IGNORED, ids=lambda value: str(value)[:60])
+@folded(("fields", "names"), IGNORED, ids=lambda value: str(value)[:60])
 async def test_field_without_effect_is_reported_in_header_and_reply(
     client: httpx.AsyncClient, fields: dict[str, Any], names: list[str]
 ) -> None:
@@ -85,7 +86,7 @@ async def test_field_without_effect_is_reported_in_header_and_reply(
 
 
 @pytest.mark.item(11)
-@pytest.mark.parametrize(("fields", "names"), IGNORED, ids=lambda value: str(value)[:60])
+@folded(("fields", "names"), IGNORED, ids=lambda value: str(value)[:60])
 async def test_the_strict_are_refused_it(
     engine: FakeEngine, fields: dict[str, Any], names: list[str]
 ) -> None:
@@ -104,7 +105,7 @@ async def test_strict_policy_suggests_similar_field_names(engine: FakeEngine) ->
     assert "did you mean 'name'?" in inner.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
+@folded(
     "fields",
     [
         {"tools": [], "tool_choice": "auto"},
@@ -123,7 +124,7 @@ async def test_asking_for_what_happens_anyway_needs_no_word(fields: dict[str, An
     assert '"ignored"' not in response.text
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@folded("name", REFUSED)
 async def test_field_that_would_change_the_answer_is_refused(client: httpx.AsyncClient, name: str) -> None:
     """By a kind of request that has no such field."""
     kinds = [(COMPLETIONS, {"prompt": "hi"}, CompletionRequest), (CHAT, {"messages": HI}, ChatCompletionRequest),

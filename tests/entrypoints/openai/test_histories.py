@@ -10,6 +10,7 @@ import pytest
 
 from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for
+from tests.fixtures.folded import folded
 
 CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
 PATHS = (CHAT, RESPONSES, MESSAGES, OLLAMA)
@@ -62,8 +63,8 @@ async def ask(path: str, request: dict[str, Any]) -> tuple[str, httpx.Response]:
         return engine.tokenizer.decode(engine.seen[-1][0]["prompt_token_ids"]), response
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("arguments", NO_OBJECTS, ids=lambda value: str(value)[:20])
+@folded("path", PATHS)
+@folded("arguments", NO_OBJECTS, ids=lambda value: str(value)[:20])
 async def test_earlier_arguments_that_are_no_object_are_empty(path: str, arguments: Any) -> None:
     prompt, response = await ask(path, body(path, arguments))
     assert prompt == "<user>hi<assistant><call>f{}<tool>42"
@@ -72,8 +73,8 @@ async def test_earlier_arguments_that_are_no_object_are_empty(path: str, argumen
     assert response.json()["adjusted"][name] == "{}"
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("arguments", "shown"), OBJECTS, ids=str)
+@folded("path", PATHS)
+@folded(("arguments", "shown"), OBJECTS, ids=str)
 async def test_earlier_arguments_that_are_an_object_are_kept(path: str, arguments: Any, shown: str) -> None:
     prompt, response = await ask(path, body(path, arguments))
     assert prompt == f"<user>hi<assistant><call>f{shown}<tool>42"
@@ -86,7 +87,7 @@ async def test_arguments_of_a_function_call_may_be_cut() -> None:
     assert prompt == "<user>hi<assistant><call>f{}<tool>1"
 
 
-@pytest.mark.parametrize(
+@folded(
     ("parts", "thought"),
     [
         ([{"type": "thinking", "thinking": "hm", "signature": "s"}], "hm"),
@@ -108,7 +109,7 @@ async def test_parts_that_are_reasoning_are_the_reasoning(parts: list[Any], thou
     assert prompt == f"<user>hi<assistant>Hello.{thought and '<think>' + thought}<user>hi"
 
 
-@pytest.mark.parametrize(
+@folded(
     ("messages", "where"),
     [
         ([{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}], "messages.0.content.0"),
@@ -132,7 +133,7 @@ async def test_message_content_that_would_be_lost_is_refused(messages: list[Any]
     assert (response.status_code, response.json()["error"]["param"]) == (400, where)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("turn", "shown"),
     [
         ({"content": None}, ""),
@@ -174,8 +175,8 @@ async def test_result_without_a_call_is_kept_and_reported(
     assert name in response.headers["x-quire-adjusted-fields"]
 
 
-@pytest.mark.parametrize("role", ["user", "assistant"])
-@pytest.mark.parametrize("path", PATHS)
+@folded("role", ["user", "assistant"])
+@folded("path", PATHS)
 async def test_turns_in_a_row_are_joined_on_every_api(path: str, role: str) -> None:
     alternates = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -218,8 +219,8 @@ SURROGATES = [
 ]
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES])
-@pytest.mark.parametrize(("arguments", "shown"), SURROGATES)
+@folded("path", [CHAT, RESPONSES])
+@folded(("arguments", "shown"), SURROGATES)
 async def test_earlier_lone_surrogates_are_replaced_and_reported(
     path: str, arguments: str, shown: str
 ) -> None:
@@ -242,8 +243,8 @@ async def test_earlier_number_beyond_a_double_keeps_digits(path: str) -> None:
     assert prompt == '<user>hi<assistant><call>f{"a": "1e400", "b": 1.5}<tool>42'
 
 
-@pytest.mark.parametrize("digits", ["9" * 21, "1" + "0" * 29, "-" + "7" * 299])
-@pytest.mark.parametrize("path", PATHS)
+@folded("digits", ["9" * 21, "1" + "0" * 29, "-" + "7" * 299])
+@folded("path", PATHS)
 async def test_earlier_integers_of_many_digits_are_kept(path: str, digits: str) -> None:
     text = f'{{"a": {digits}}}'
     given = text if path in (CHAT, RESPONSES) else {"a": int(digits)}

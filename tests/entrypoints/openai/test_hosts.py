@@ -14,6 +14,7 @@ from quire.config import ServerConfig
 from quire.entrypoints.openai.lifecycle import AllowedHosts
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import LiveServer, live_server
+from tests.fixtures.folded import folded
 
 OURS = (
     *(
@@ -58,13 +59,13 @@ def refuses(
     return hosts.refused(scope) is not None
 
 
-@pytest.mark.parametrize("host", OURS)
+@folded("host", OURS)
 def test_host_address_or_localhost_is_allowed(host: str) -> None:
     assert not refuses(host)
     assert not refuses(host, allowed_hosts=("a.test",))
 
 
-@pytest.mark.parametrize("host", FOREIGN)
+@folded("host", FOREIGN)
 def test_host_of_another_name_is_refused(host: str) -> None:
     assert refuses(host)
     assert refuses(host, local="::1", host="::1")
@@ -116,7 +117,7 @@ END = b"Connection: close\r\n\r\n"
 
 
 @pytest.mark.item(9)
-@pytest.mark.parametrize(
+@folded(
     ("head", "status"),
     [
         (b"GET /v1/models HTTP/1.1\r\nHost: evil.com:8000\r\nOrigin: http://evil.com:8000\r\n", 403),

@@ -13,6 +13,7 @@ import pytest
 
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for, live_server
+from tests.fixtures.folded import folded
 
 PATH = "/v1/completions"
 BODY = b'{"prompt": "hi"}'
@@ -126,7 +127,7 @@ async def test_a_gzip_body_is_bounded_by_what_it_is(engine: FakeEngine) -> None:
     assert response.status_code == 413
 
 
-@pytest.mark.parametrize(
+@folded(
     "body",
     [
         b"", BODY, gzip.compress(BODY)[:-1], gzip.compress(BODY)[:5], gzip.compress(BODY) + b"x",

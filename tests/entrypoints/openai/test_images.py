@@ -18,6 +18,7 @@ from quire.config.multimodal import MultimodalConfig
 from quire.entrypoints.openai.app import build_app
 from tests.entrypoints.openai.fake_engine import SPECIAL, FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import CheckedClient, client_for
+from tests.fixtures.folded import folded
 from tests.multimodal.door.doors import data_url, encoded, picture
 from tests.multimodal.processors.checkpoints import CASES
 
@@ -226,7 +227,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@folded("name", BAD)
 async def test_a_bad_part_is_refused_in_words(client: httpx.AsyncClient, name: str) -> None:
     part, words = BAD[name]
     response = await client.post(CHAT, json=user("Look.", part))

@@ -12,6 +12,7 @@ import pytest
 from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for
 from tests.entrypoints.openai.test_reasoning import THINKING
+from tests.fixtures.folded import folded
 
 CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
 COMPLETIONS, GENERATE = "/v1/completions", "/api/generate"
@@ -83,7 +84,7 @@ def error_of(answer: dict[str, Any]) -> tuple[str, str]:
     return (error, "") if isinstance(error, str) else (error["message"], error.get("param") or "")
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, OLLAMA, GENERATE])
+@folded("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, OLLAMA, GENERATE])
 async def test_schema_that_nothing_fits_is_refused_at_its_place(client: httpx.AsyncClient, path: str) -> None:
     for schema, place in IMPOSSIBLE:
         for body, field in asked(path, schema):
@@ -95,7 +96,7 @@ async def test_schema_that_nothing_fits_is_refused_at_its_place(client: httpx.As
             assert "json-schema:" not in message
 
 
-@pytest.mark.parametrize(
+@folded(
     ("value", "field"),
     [
         ({"regex": "[^\\s\\S]"}, "structured_outputs.regex"),

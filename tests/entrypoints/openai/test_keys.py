@@ -22,6 +22,7 @@ from quire.errors import ConfigError, RateLimitError
 from quire.metrics.stats import FinishedRequestStats, IterationStats
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
+from tests.fixtures.folded import folded
 
 FILE = f"""
 research:
@@ -89,7 +90,7 @@ def test_invalid_key_by_flag_is_an_error_without_the_key(key: str) -> None:
         assert repr(key) not in str(error.value)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("text", "problem"),
     [
         ("a: [", "is not YAML"),
@@ -178,7 +179,7 @@ async def test_more_at_once_than_a_tenant_may_is_429_and_others_go_on(path: str)
     engine.hold_after = 0
     async with client_for(engine, api_key_file=path) as client:
         running = [asyncio.create_task(complete(client, key)) for key in ("r-one", "r-two")]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while len(engine.running) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         refused = await complete(client, "r-one")

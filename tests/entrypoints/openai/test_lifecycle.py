@@ -21,6 +21,7 @@ from quire.entrypoints.openai.lifecycle import reaches_others
 from quire.errors import ModelLoadError
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import LiveServer, events, live_server
+from tests.fixtures.folded import folded
 
 BODY = {"prompt": "hi", "max_tokens": 50}
 ENDLESS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
@@ -33,7 +34,7 @@ async def started(
     whole = asyncio.create_task(client.post("/v1/completions", json=BODY))
     requests = [client.build_request("POST", "/v1/completions", json={**BODY, "stream": True})] * (num - 1)
     streams = [await client.send(request, stream=True) for request in requests]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while len(engine.running) < num:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     return [whole, *(asyncio.create_task(_read(stream)) for stream in streams)]
@@ -45,7 +46,7 @@ async def _read(stream: httpx.Response) -> httpx.Response:
 
 
 async def ready(server: LiveServer, client: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while (await client.get("/health")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -72,7 +73,7 @@ async def test_a_server_that_is_open_to_others_without_a_key_says_so(
     needs_key: bool,
     warns: bool,
 ) -> None:
-    async with live_server(engine, host=host, needs_key=needs_key) as server, asyncio.timeout(30):
+    async with live_server(engine, host=host, needs_key=needs_key) as server, asyncio.timeout(300):
         # Not until /health is 200, which it is a moment before the server says that it is there.
         while not capsys.readouterr().out:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -81,7 +82,7 @@ async def test_a_server_that_is_open_to_others_without_a_key_says_so(
     assert (f"listening on {host} without a key" in caplog.text) == warns
 
 
-@pytest.mark.parametrize(
+@folded(
     ("host", "others"),
     [
         ("::", True),
@@ -173,7 +174,7 @@ async def test_a_stream_that_waits_for_its_first_token_drains(engine: FakeEngine
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
-import pytest
 
 from quire.config import ServerConfig
 from quire.entrypoints.openai.app import build_app
@@ -17,6 +16,7 @@ from quire.entrypoints.openai.protocol.media_shapes import EMBEDS, MEDIA, media_
 from quire.errors import ValidationError
 from quire.multimodal.door.parts import OFFLINE_KINDS, TAKEN, find_media
 from tests.entrypoints.openai.fake_engine import FakeEngine
+from tests.fixtures.folded import folded
 
 URL = "data:image/png;base64,AA=="
 KINDS = [kind for kind in TAKEN if kind not in OFFLINE_KINDS]
@@ -40,7 +40,7 @@ def is_read(part: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@folded("kind", KINDS)
 def test_a_part_fits_if_the_door_reads_it(kind: str) -> None:
     validator = jsonschema_rs.Draft202012Validator(of_server({"anyOf": media_parts()}, ALL))
     field = "image_url" if kind == "input_image" else kind

@@ -170,7 +170,7 @@ class Street:
     async def connect(self) -> tuple[int, asyncio.StreamWriter]:
         """Connect and return the number of the process that answers, with the writer that closes the connection."""
         reader, writer = await asyncio.open_connection(*self.listener.getsockname())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             return int(await reader.readexactly(1)), writer
 
 

@@ -13,6 +13,7 @@ from quire.entrypoints.openai.middleware.quota import RATE_LIMIT_HEADERS, Meters
 from quire.metrics.stats import FinishedRequestStats, IterationStats
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
+from tests.fixtures.folded import folded
 
 FILE = """
 both: {keys: [b], requests_per_minute: 3, tokens_per_minute: 1000}
@@ -86,7 +87,7 @@ def test_tokens_that_were_computed_are_gone_and_come_back() -> None:
     assert told() == ["600", "0", "2m4.5s"]
 
 
-@pytest.mark.parametrize(
+@folded(
     ("seconds", "text"),
     [(0, "0ms"), (0.0201, "21ms"), (1, "1s"), (59.9999, "1m0s"), (90.5, "1m30.5s"), (360, "6m0s")],
 )

@@ -15,6 +15,7 @@ from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.relations import is_relation
 from tests.entrypoints.openai.serving import client_for
 from tests.entrypoints.openai.test_openapi import BODIES, body_validator, document
+from tests.fixtures.folded import folded
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
@@ -105,7 +106,7 @@ def bodies(path: str) -> Iterator[dict[str, Any]]:
         yield required | {name: rng.choice([*fields[name], None]) for name in names}
 
 
-@pytest.mark.parametrize("path", list(FIELDS))
+@folded("path", list(FIELDS))
 async def test_field_combinations_are_accepted_as_documented(path: str) -> None:
     validator = body_validator(document(), path)
     outcomes = set()
@@ -136,7 +137,7 @@ def test_a_suffix_is_for_models_that_fill_in(monkeypatch: pytest.MonkeyPatch) ->
         assert validator.is_valid({"prompt": "hi", "suffix": "x", **more}) == fits, more
 
 
-@pytest.mark.parametrize("end", [1, 2, 10, 11, 258, 2048, 32000, 151936])
+@folded("end", [1, 2, 10, 11, 258, 2048, 32000, 151936])
 def test_digits_below_a_number_are_those_of_lower_ones(end: int) -> None:
     pattern = re.compile(_digits_below(end))
     rng = random.Random(end)

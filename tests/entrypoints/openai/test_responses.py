@@ -18,6 +18,7 @@ from tests.entrypoints.openai.replies import CALL, ODD, REPLIES
 from tests.entrypoints.openai.serving import client_for, live_server, named_events
 from tests.entrypoints.openai.test_bad_input import check_error
 from tests.entrypoints.openai.test_fuzz import SETTINGS
+from tests.fixtures.folded import folded
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -116,7 +117,7 @@ async def test_settings_are_honoured_and_sent_back(client: httpx.AsyncClient, en
     assert answer["output"][0]["status"] == "incomplete"
 
 
-@pytest.mark.parametrize(
+@folded(
     ("body", "param"),
     [
         ({"store": True}, "store"),

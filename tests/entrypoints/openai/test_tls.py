@@ -92,7 +92,7 @@ async def test_server_with_certificate_speaks_https_only(
             with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await status(distrustful, server)
         assert await status(client, server) == 200
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while await status(client, server, "/health") != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
     assert "is ready at https://127.0.0.1:" in capsys.readouterr().out

@@ -23,6 +23,7 @@ from tests.entrypoints.openai.test_bad_tools import (
     strict,
     tool,
 )
+from tests.fixtures.folded import folded
 
 SERVERS = {
     CHAT: [{"type": "web_search"}, {"type": "anything", "x": {"y": 1}}, {"type": "mcp", "server_url": "u"}],
@@ -120,8 +121,8 @@ INPUTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "text"), INPUTS)
-@pytest.mark.parametrize("streamed", [False, True])
+@folded(("arguments", "text"), INPUTS)
+@folded("streamed", [False, True])
 async def test_calls_of_custom_tools_have_text_in_responses(
     arguments: str, text: str, streamed: bool
 ) -> None:
@@ -152,7 +153,7 @@ async def test_calls_of_custom_tools_have_text_in_responses(
         assert again.status_code == 200, again.text
 
 
-@pytest.mark.parametrize(("arguments", "text"), INPUTS)
+@folded(("arguments", "text"), INPUTS)
 async def test_calls_of_custom_tools_have_text_in_chat(arguments: str, text: str) -> None:
     engine = FakeEngine()
     engine.reply = lambda prompt, index: CALL % ("patch", arguments)
@@ -181,7 +182,7 @@ NAMESPACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@folded(
     ("written", "name", "where"),
     [
         ("search", "search", None),
@@ -240,7 +241,7 @@ ALLOWED: list[tuple[str, dict[str, Any], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "choice", "names"), ALLOWED, ids=str)
+@folded(("path", "choice", "names"), ALLOWED, ids=str)
 async def test_the_model_sees_the_allowed_tools_alone(
     path: str, choice: dict[str, Any], names: list[str]
 ) -> None:
@@ -303,7 +304,7 @@ ITEMS: list[tuple[dict[str, Any], str | None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("item", "text"), ITEMS, ids=lambda value: str(value)[:40])
+@folded(("item", "text"), ITEMS, ids=lambda value: str(value)[:40])
 async def test_items_of_every_kind_of_tool_are_taken(item: dict[str, Any], text: str | None) -> None:
     async with client_for(engine := FakeEngine()) as client:
         user = {"role": "user", "content": "hi"}
@@ -327,7 +328,7 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block["type"])
+@folded("block", BLOCKS, ids=lambda block: block["type"])
 async def test_anthropic_server_blocks_are_omitted_and_reported(block: dict[str, Any]) -> None:
     turn = {"role": "assistant", "content": [block, {"type": "text", "text": "So."}]}
     user = {"role": "user", "content": "hi"}

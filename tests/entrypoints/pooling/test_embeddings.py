@@ -17,6 +17,7 @@ from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling.server.protocol import MAX_INPUTS
 from quire.pooling.server.run import words_of
 from tests.entrypoints.pooling.conftest import Serve
+from tests.fixtures.folded import folded
 from tests.fixtures.pooling import CLASSIFIER, CLS, CONTEXT, EMBEDDER, REWARDS, SEP
 
 TEXTS = ["abc", "d", "hello world", "abc"]
@@ -59,7 +60,7 @@ async def test_input_limit_is_reported_and_reachable(serve: Serve) -> None:
         assert "input has 100000 inputs; 1 to 2048 are allowed" in reply.text
 
 
-@pytest.mark.parametrize(
+@folded(
     ("body", "param", "message"),
     [
         ({}, "input", "input is required"),

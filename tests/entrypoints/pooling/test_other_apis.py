@@ -11,6 +11,7 @@ import pytest
 
 from tests.entrypoints.pooling.conftest import Serve
 from tests.entrypoints.pooling.test_embeddings import TEXTS, vectors
+from tests.fixtures.folded import folded
 from tests.fixtures.pooling import CONTEXT, EMBEDDER
 
 LONG = "abcdefghij" * 9
@@ -55,10 +56,8 @@ async def test_cohere_names_the_side_of_a_search_and_cuts(serve: Serve) -> None:
         assert await one(LONG, truncate="START", max_tokens=5) == await vectors(client, input=LONG[-3:])
 
 
-@pytest.mark.parametrize("dimension", [None, 2, 4, 8])
-@pytest.mark.parametrize(
-    "input_type", [None, "search_query", "search_document", "classification", "clustering"]
-)
+@folded("dimension", [None, 2, 4, 8])
+@folded("input_type", [None, "search_query", "search_document", "classification", "clustering"])
 async def test_coheres_fields_go_together(
     serve: Serve, dimension: int | None, input_type: str | None
 ) -> None:
@@ -91,7 +90,7 @@ async def test_cohere_truncates_the_named_side_to_the_named_number(serve: Serve)
             assert found["embeddings"]["float"] == await vectors(client, input=kept)
 
 
-@pytest.mark.parametrize(
+@folded(
     "body",
     [
         {},

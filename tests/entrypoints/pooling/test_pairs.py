@@ -9,6 +9,7 @@ import pytest
 
 from quire.config.pooling import PoolingSpec
 from tests.entrypoints.pooling.conftest import Serve
+from tests.fixtures.folded import folded
 from tests.fixtures.pooling import ANSWERING, CROSS_ENCODER, EMBEDDER, PAIR_TEMPLATE, TOKEN_EMBEDDER
 
 DOCUMENTS = ["abc", "d", "hello world", "x y z"]
@@ -67,7 +68,7 @@ async def test_a_ranking_has_the_best_first(serve: Serve, spec: PoolingSpec) -> 
             assert "created" not in reply
 
 
-@pytest.mark.parametrize(
+@folded(
     ("path", "body", "param"),
     [
         ("/score", {}, "text_1"),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ModelLoadError
 from quire.models.gguf.file import GgufFile
+from tests.fixtures.folded import folded
 
 SHAPES = {
     "blk.0.attn_q.weight": (2, 64),
@@ -133,7 +134,7 @@ ONE = struct.pack("<I", 1)
 
 
 @pytest.mark.item(26)
-@pytest.mark.parametrize(
+@folded(
     ("content", "words"),
     [
         (b"", "no GGUF file"),
@@ -218,7 +219,7 @@ def test_strings_of_an_array_are_decoded_when_they_are_read(tmp_path: Path) -> N
         metadata["bad"]
 
 
-@pytest.mark.parametrize("cut", range(1, 28))
+@folded("cut", range(1, 28))
 def test_array_of_strings_that_ends_after_the_file_is_refused(cut: int, tmp_path: Path) -> None:
     entries = struct.pack("<IQ", 8, 3) + b"".join(
         struct.pack("<Q", 1) + letter for letter in (b"a", b"b", b"c")

@@ -24,6 +24,7 @@ from quire.models.checkpoint import read_model_config, resolve_model_dir
 from quire.models.gguf.architectures import ARCHITECTURES
 from quire.models.gguf.model import GgufModel, forget_files, opened_file
 from quire.models.json_object import JsonObject
+from tests.fixtures.folded import folded
 from tests.fixtures.gguf_models import finish, write_demo, write_gguf
 from tests.fixtures.tiny_models import oracle_of
 from tests.models.harness import load_tiny
@@ -126,7 +127,7 @@ def bare(path: Path, architecture: str = "llama", **keys: Any) -> Path:
 
 
 @pytest.mark.item(26)
-@pytest.mark.parametrize(
+@folded(
     ("keys", "error", "words"),
     [
         (
@@ -209,8 +210,8 @@ OFF: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma"])
-@pytest.mark.parametrize("name", OFF)
+@folded("architecture", ["llama", "qwen3", "gemma"])
+@folded("name", OFF)
 def test_gguf_key_that_switches_off_changes_nothing(name: str, architecture: str, tmp_path: Path) -> None:
     plain = read_model_config(bare(tmp_path / "x.gguf", architecture), {})
     assert read_model_config(bare(tmp_path / "x.gguf", architecture, **OFF[name]), {}) == plain

@@ -17,6 +17,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from quire.engine.tokenizer import Tokenizer, max_chars_per_token
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.gguf.tokenizer import PRE_TOKENIZERS, SPACE
+from tests.fixtures.folded import folded
 from tests.fixtures.gguf_models import DEMO, add_tokenizer, finish
 from tests.fixtures.vocabularies import (
     SPECIAL,
@@ -92,7 +93,7 @@ def test_byte_pairs(pre: str, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+@folded("pre", PRE_TOKENIZERS)
 def test_every_way_to_cut_words_keeps_the_text(pre: str, tmp_path: Path) -> None:
     backend = gpt2()
     ours = Tokenizer.from_dir(written(tmp_path / "x.gguf", backend, pre, add_bos_token=False))
@@ -219,7 +220,7 @@ def test_chat_templates(tmp_path: Path) -> None:
 
 
 @pytest.mark.item(26)
-@pytest.mark.parametrize(
+@folded(
     ("kind", "more", "error", "words"),
     [
         ("rwkv", {}, UnsupportedModelError, "tokenizer.ggml.model is 'rwkv'; known are llama, t5, gpt2"),

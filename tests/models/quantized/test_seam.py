@@ -23,6 +23,7 @@ from quire.models.loader import load_model
 from quire.models.quantized.page import EXAMPLES, PAGE, page
 from quire.models.quantized.reader import METHODS
 from quire.models.weight_files import SINGLE_NAME
+from tests.fixtures.folded import folded
 from tests.models.harness import load_tiny, prepared_config
 from tests.models.quantized.checkpoints import error_of_logits, same, write
 from tests.models.quantized.test_awq import CONFIG as AWQ
@@ -238,7 +239,7 @@ def weights(**options: Any) -> dict[str, Any]:
     return CT | {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4} | options}}}
 
 
-@pytest.mark.parametrize(
+@folded(
     ("config", "kind", "message"),
     [
         (

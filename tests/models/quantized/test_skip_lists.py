@@ -14,6 +14,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from quire.models.json_object import JsonObject
 from quire.models.quantized.rules import skipping
+from tests.fixtures.folded import folded
 from tests.models.quantized.checkpoints import error_of_logits, write
 from tests.models.quantized.test_awq import in_groups
 from tests.models.quantized.test_published_encodings import CASES, Case
@@ -34,8 +35,8 @@ def with_list(config: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return kept | {keys.get(config["quant_method"], "modules_to_not_convert"): names}
 
 
-@pytest.mark.parametrize("skipped", [[], ["lm_head", "mlp.gate", "model.layers.1"]], ids=["none", "some"])
-@pytest.mark.parametrize("name", WRITERS)
+@folded("skipped", [[], ["lm_head", "mlp.gate", "model.layers.1"]], ids=["none", "some"])
+@folded("name", WRITERS)
 def test_quantized_head_is_read_whatever_the_list_says(
     name: str, skipped: list[str], llama: Path, tmp_path: Path
 ) -> None:
@@ -44,7 +45,7 @@ def test_quantized_head_is_read_whatever_the_list_says(
     assert error_of_logits(*write(llama, tmp_path, config, case.writer, lambda module: True)) < 1e-4
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@folded("name", WRITERS)
 def test_file_decides_which_modules_are_quantized(name: str, llama: Path, tmp_path: Path) -> None:
     case, draw = WRITERS[name], random.Random(name)
     config = with_list(dict(case.config), draw.sample(["lm_head", "gate", "model.layers.0", "o_proj"], 2))

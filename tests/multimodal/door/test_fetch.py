@@ -15,6 +15,7 @@ from quire.errors import ValidationError
 from quire.multimodal.door import fetch as fetch_module
 from quire.multimodal.door import sources
 from quire.multimodal.door.fetch import checked_address, checked_target, fetch, is_public
+from tests.fixtures.folded import folded
 
 WHERE = "messages.0.content.0"
 Answer = Callable[[str], bytes]
@@ -152,7 +153,7 @@ def test_named_hosts_are_allowed(url: str) -> None:
     assert checked_target(url, ALLOWED, WHERE).path.startswith("/")
 
 
-@pytest.mark.parametrize(
+@folded(
     "url",
     [
         "http://evil.com/",
@@ -188,7 +189,7 @@ def test_other_urls_are_refused(url: str) -> None:
         checked_target(url, ALLOWED, WHERE)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("address", "expected"),
     [
         ("8.8.8.8", True), ("2606:4700:4700::1111", True), ("127.0.0.1", False), ("10.0.0.1", False),

@@ -12,6 +12,7 @@ from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.formats.tools import TOOL_FORMATS
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ConfigError
+from tests.fixtures.folded import folded
 
 IM = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
 HERMES = "{% if tools %}<tools>{{ tools | tojson }}</tools> answer with <tool_call>{{ '{' }}</tool_call>{% endif %}"
@@ -282,7 +283,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@folded("family", FAMILIES)
 def test_template_determines_its_formats(family: str) -> None:
     template, tools, reasoning = FAMILIES[family]
     chosen = choose("auto", "auto", template)
@@ -299,7 +300,7 @@ def test_a_name_overrides_the_template_and_none_is_none() -> None:
     assert "llama3_json" in chosen.describe()
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "internlm2", "qwen3_xml", "phi4_mini", "hermes", "json"])
+@folded("name", ["gpt_oss", "internlm2", "qwen3_xml", "phi4_mini", "hermes", "json"])
 def test_aliases_are_names(name: str) -> None:
     assert choose(name, "none", None).tools is TOOL_FORMATS.resolve(name)
 
@@ -328,7 +329,7 @@ def test_only_the_special_tokens_of_the_formats_are_shown() -> None:
     assert sorted(shown) == sorted(token_id for marker in markers for token_id in tokenizer.encode(marker))
 
 
-@pytest.mark.parametrize(
+@folded(
     ("marked", "begin", "num_tokens"),
     [
         ("<think>|abc|</think>|def", "", 3),

@@ -29,6 +29,7 @@ from quire.structured_output.normalize import normalize
 from quire.structured_output.structural_tag import as_tag
 from quire.structured_outputs_params import StructuredOutputsSettings
 from quire.vocabulary import Vocabulary
+from tests.fixtures.folded import folded
 
 ROWS = [row for row in FORMATS if row.name != "openai"]
 BY_NAME = {row.name: row for row in ROWS}
@@ -170,7 +171,7 @@ def strict(schemas: dict[str, Any]) -> list[Function]:
     return [Function(name, schema, True) for name, schema in schemas.items()]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=IDS)
+@folded("row", ROWS, ids=IDS)
 @settings(derandomize=True, max_examples=4, deadline=None)
 @given(drawn=functions(), is_special=st.booleans())
 def test_what_a_format_writes_is_allowed(row: ToolFormat, drawn: Any, is_special: bool) -> None:
@@ -182,7 +183,7 @@ def test_what_a_format_writes_is_allowed(row: ToolFormat, drawn: Any, is_special
         assert Walker(calls_in_text(row, strict(schemas), at_most_one=False), special).takes(text), text
 
 
-@pytest.mark.parametrize("row", ROWS, ids=IDS)
+@folded("row", ROWS, ids=IDS)
 @settings(derandomize=True, max_examples=4, deadline=None)
 @given(drawn=functions(), is_special=st.booleans(), at_most_one=st.booleans(), seed=st.integers(0, 2**32))
 def test_what_is_allowed_is_read_as_valid_calls(
@@ -229,8 +230,8 @@ def test_calls_in_text_that_begin_as_text_does_are_refused() -> None:
         calls_in_text(BY_NAME["glm4"], strict(SCHEMAS), at_most_one=False)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.needs_required], ids=lambda row: row.name)
-@pytest.mark.parametrize("is_special", [False, True])
+@folded("row", [row for row in ROWS if not row.needs_required], ids=lambda row: row.name)
+@folded("is_special", [False, True])
 def test_a_call_in_text_is_enforced_from_its_marker_on(row: ToolFormat, is_special: bool) -> None:
     walker = Walker(
         calls_in_text(row, strict(SCHEMAS), at_most_one=False), special_of(row) if is_special else ()
@@ -249,12 +250,12 @@ def test_a_call_in_text_is_enforced_from_its_marker_on(row: ToolFormat, is_speci
         assert not walker.takes(f"Let me see. {bad}")
 
 
-@pytest.mark.parametrize(
+@folded(
     "reasoning",
     [row for row in REASONING if row.opens and row.name != "openai_gptoss"],
     ids=lambda row: row.name,
 )
-@pytest.mark.parametrize("is_special", [False, True])
+@folded("is_special", [False, True])
 def test_constraint_begins_after_the_reasoning(reasoning: ReasoningFormat, is_special: bool) -> None:
     row, special = BY_NAME["hermes"], (*reasoning.opens, *reasoning.closes) if is_special else ()
     wanted = calls_only(row, strict(SCHEMAS), at_most_one=True)
@@ -304,8 +305,8 @@ UNSAYABLE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["pythonic", "functiongemma"])
-@pytest.mark.parametrize("schema", UNSAYABLE, ids=str)
+@folded("name", ["pythonic", "functiongemma"])
+@folded("schema", UNSAYABLE, ids=str)
 def test_schema_beyond_a_format_is_refused_by_the_formats_name(name: str, schema: dict[str, Any]) -> None:
     with pytest.raises(
         ValidationError, match=f"--tool-call-parser {name} cannot be enforced for the function 'f'"
@@ -313,13 +314,13 @@ def test_schema_beyond_a_format_is_refused_by_the_formats_name(name: str, schema
         calls_only(BY_NAME[name], [Function("f", schema, True)], at_most_one=True)
 
 
-@pytest.mark.parametrize("schema", [one for one in UNSAYABLE if "a b" not in str(one)], ids=str)
+@folded("schema", [one for one in UNSAYABLE if "a b" not in str(one)], ids=str)
 def test_schema_beyond_tags_is_refused_by_the_formats_name(schema: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="--tool-call-parser qwen3_coder cannot be enforced"):
         calls_only(BY_NAME["qwen3_coder"], [Function("f", schema, True)], at_most_one=True)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=IDS)
+@folded("row", ROWS, ids=IDS)
 def test_arguments_of_a_lenient_function_may_be_any(row: ToolFormat) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     walker = Walker(calls_only(row, [Function("f", schema, False)], at_most_one=True))

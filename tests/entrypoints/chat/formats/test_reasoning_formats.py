@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from quire.entrypoints.chat.formats.reasoning import FORMATS
 from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.selection import AnswerFormat
 from quire.entrypoints.chat.formats.tools import FORMATS as TOOL_FORMATS
+from tests.fixtures.folded import folded
 
 TAGGED = [row for row in FORMATS if row.opens and row.name != "openai_gptoss"]
 IDS = [row.name for row in TAGGED]
@@ -39,7 +39,7 @@ def cuts(text: str) -> Iterable[list[str]]:
     yield from ([text[:at], text[at:]] for at in range(1, len(text)))
 
 
-@pytest.mark.parametrize("row", TAGGED, ids=IDS)
+@folded("row", TAGGED, ids=IDS)
 def test_reasoning_precedes_the_answer_without_outer_space(row: ReasoningFormat) -> None:
     closed = f"\n{THOUGHT}\n{row.closes[0]}\n\nIt is 4.\n"
     for pieces in cuts(row.opens[0] + closed):
@@ -52,7 +52,7 @@ def test_reasoning_precedes_the_answer_without_outer_space(row: ReasoningFormat)
         )
 
 
-@pytest.mark.parametrize("row", TAGGED, ids=IDS)
+@folded("row", TAGGED, ids=IDS)
 def test_an_answer_without_reasoning_is_content(row: ReasoningFormat) -> None:
     prompt = (
         f"assistant: {row.opens[0]}\n\n{row.closes[0]}\n\n"  # as templates write it that switch thinking off
@@ -61,13 +61,13 @@ def test_an_answer_without_reasoning_is_content(row: ReasoningFormat) -> None:
         assert read(row, pieces, prompt=prompt) == ("", "It is 4.\n", [])
 
 
-@pytest.mark.parametrize("row", TAGGED, ids=IDS)
+@folded("row", TAGGED, ids=IDS)
 def test_reasoning_that_never_ends_is_reasoning(row: ReasoningFormat) -> None:
     for pieces in cuts(f"{row.opens[0]}{THOUGHT}"):
         assert read(row, pieces) == (THOUGHT, "", [])
 
 
-@pytest.mark.parametrize("row", [row for row in TAGGED if row.silent], ids=lambda row: row.name)
+@folded("row", [row for row in TAGGED if row.silent], ids=lambda row: row.name)
 def test_markers_around_the_answer_are_no_part_of_it(row: ReasoningFormat) -> None:
     answer = f"{row.opens[0]}{THOUGHT}{row.closes[0]}\n{row.silent[0]}\nIt is 4.\n{row.silent[-1]}"
     for pieces in cuts(answer):
@@ -81,9 +81,7 @@ def test_known_model_begins_with_reasoning_without_a_marker() -> None:
             assert read(row, pieces, prompt="<｜Assistant｜>") == (THOUGHT, "4", [])
 
 
-@pytest.mark.parametrize(
-    "name", ["hermes", "kimi_k2", "qwen3_coder", "llama3_json", "pythonic", "deepseek_v31"]
-)
+@folded("name", ["hermes", "kimi_k2", "qwen3_coder", "llama3_json", "pythonic", "deepseek_v31"])
 def test_calls_come_after_the_reasoning_and_none_out_of_it(name: str) -> None:
     row = next(row for row in FORMATS if row.name == "qwen3")
     tool_format = BY_NAME[name]
@@ -108,7 +106,7 @@ START = "<|start|>assistant"
 CALL = f'{START}<|channel|>commentary to=functions.now <|constrain|>json<|message|>{{"a": 1}}<|call|>'
 
 
-@pytest.mark.parametrize(
+@folded(
     ("answer", "thought", "text", "calls"),
     [
         ("<|channel|>final<|message|>Hello.", "", "Hello.", []),
@@ -159,7 +157,7 @@ words = st.sampled_from(
 )
 
 
-@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
+@folded("row", FORMATS, ids=lambda row: row.name)
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(text=st.lists(words, max_size=9).map("".join), data=st.data())
 def test_whatever_is_written_cuts_do_not_matter(row: ReasoningFormat, text: str, data: st.DataObject) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import pytest
-
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.formats.reasoning import FORMATS
@@ -15,6 +13,7 @@ from quire.entrypoints.chat.formats.selection import AnswerFormat
 from quire.entrypoints.chat.formats.tools import FORMATS as TOOL_FORMATS
 from quire.entrypoints.openai.chat_completions import ChatChoiceBuilder
 from tests.entrypoints.chat.formats.reading import TOOLS
+from tests.fixtures.folded import folded
 
 BY_NAME = {name: row for row in TOOL_FORMATS for name in (row.name, *row.aliases)}
 ENDING = [row for row in FORMATS if row.ends_at_calls]
@@ -63,7 +62,7 @@ def check(row: ReasoningFormat, answer: str, thought: str, *, has_tools: bool = 
             assert builder.num_reasoning_tokens == len(tokens.spelled(thought)), (special, size)
 
 
-@pytest.mark.parametrize("row", [row for row in FORMATS if row.opens], ids=lambda row: row.name)
+@folded("row", [row for row in FORMATS if row.opens], ids=lambda row: row.name)
 def test_a_marker_that_is_mentioned_ends_nothing(row: ReasoningFormat) -> None:
     for marker in tool_format_of(row).opens or ("<tool_call>",):
         for thought in (f"{marker} opens a call.", f"I write {marker}{{1}} and {marker}, or {marker}\n?\n"):
@@ -72,7 +71,7 @@ def test_a_marker_that_is_mentioned_ends_nothing(row: ReasoningFormat) -> None:
             check(row, f"{row.opens[0]}{thought}", thought)
 
 
-@pytest.mark.parametrize("row", ENDING, ids=lambda row: row.name)
+@folded("row", ENDING, ids=lambda row: row.name)
 def test_call_ends_reasoning_after_mentioned_markers(row: ReasoningFormat) -> None:
     tool_format = tool_format_of(row)
     call = tool_format.write([("now", {}), ("get_weather", {"city": "Paris"})])
@@ -85,13 +84,13 @@ def test_call_ends_reasoning_after_mentioned_markers(row: ReasoningFormat) -> No
         check(row, f"{row.opens[0]}{mention}yes {call}{row.opens[0]}Hm{row.closes[0]}4", f"{mention}yes Hm")
 
 
-@pytest.mark.parametrize("row", ENDING, ids=lambda row: row.name)
+@folded("row", ENDING, ids=lambda row: row.name)
 def test_calls_behind_the_reasoning_are_none_of_it(row: ReasoningFormat) -> None:
     call = tool_format_of(row).write([("now", {})])
     check(row, f"{row.opens[0]}yes{row.closes[0]}{call}", "yes")
 
 
-@pytest.mark.parametrize("row", ENDING, ids=lambda row: row.name)
+@folded("row", ENDING, ids=lambda row: row.name)
 def test_a_call_that_is_none_is_part_of_the_reasoning(row: ReasoningFormat) -> None:
     tool_format = tool_format_of(row)
     good = tool_format.write([("now", {})])

@@ -13,13 +13,12 @@ from quire.entrypoints.chat.formats.format import ToolFormat
 from quire.entrypoints.chat.formats.tools import FORMATS
 from tests.entrypoints.chat.formats.reading import Calls, cuts, read, said
 from tests.entrypoints.chat.formats.transcripts import TWO
+from tests.fixtures.folded import folded
 
 IDS = [row.name for row in FORMATS]
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in FORMATS if not row.bare and row.name != "openai"], ids=lambda row: row.name
-)
+@folded("row", [row for row in FORMATS if not row.bare and row.name != "openai"], ids=lambda row: row.name)
 def test_text_around_calls_stays_and_the_space_between_goes(row: ToolFormat) -> None:
     written = f"Let me look. \n{row.write(TWO)}"
     for pieces in cuts(written):
@@ -29,7 +28,7 @@ def test_text_around_calls_stays_and_the_space_between_goes(row: ToolFormat) -> 
             assert said(read(row, pieces)) == ("Let me look.\nThat was it. ", TWO), pieces
 
 
-@pytest.mark.parametrize("row", FORMATS, ids=IDS)
+@folded("row", FORMATS, ids=IDS)
 def test_plain_text_passes_as_it_is(row: ToolFormat) -> None:
     for text in ("", "Hello.", " \n x < y > z [1, 2] {a} ``` <tool <|to \n", "The answer is 42.\n\n"):
         for pieces in cuts(text):
@@ -50,7 +49,7 @@ words = st.sampled_from(
 
 
 @pytest.mark.item(18, 58)
-@pytest.mark.parametrize("row", FORMATS, ids=IDS)
+@folded("row", FORMATS, ids=IDS)
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(text=st.lists(words, max_size=9).map("".join), data=st.data())
 def test_any_text_parses_alike_in_any_pieces_to_json_arguments(
@@ -66,7 +65,7 @@ def test_any_text_parses_alike_in_any_pieces_to_json_arguments(
         assert content == text
 
 
-@pytest.mark.parametrize(
+@folded(
     "value",
     [
         "-" * 10**5 + "1",

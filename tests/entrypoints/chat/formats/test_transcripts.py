@@ -23,13 +23,17 @@ from tests.entrypoints.chat.formats.reading import (
     said,
 )
 from tests.entrypoints.chat.formats.transcripts import REASONING, TRANSCRIPTS, TWO, Transcript, lost
+from tests.fixtures.folded import folded
+from tests.fixtures.quick import quick
 
 OF_FORMAT = {
     name: [transcript for transcript in TRANSCRIPTS if transcript.format == name]
     for name in dict.fromkeys(transcript.format for transcript in TRANSCRIPTS)
 }
-by_format = pytest.mark.parametrize("transcripts", OF_FORMAT.values(), ids=OF_FORMAT)
+by_format = folded("transcripts", OF_FORMAT.values(), ids=OF_FORMAT)
 """A case for each format: a case for each transcript would take longer to collect than to run."""
+at_places = pytest.mark.parametrize("num_places", quick([17, 10_000], [17]))
+"""Each answer is cut off at so many places, or at all of them."""
 SHORT = 80
 """Of these texts, some of each format, every way of cutting them in three is tried."""
 LONGEST = 250
@@ -82,11 +86,12 @@ def test_transcript_in_pieces_of_any_size_is_read_alike(transcripts: list[Transc
             assert events_of(transcript, pieces) == whole, (transcript, pieces)
 
 
+@at_places
 @by_format
-def test_answer_cut_off_has_no_call_but_complete_ones(transcripts: list[Transcript]) -> None:
+def test_answer_cut_off_has_no_call_but_complete_ones(transcripts: list[Transcript], num_places: int) -> None:
     for transcript in transcripts:
         text = transcript.text
-        for end in range(0, len(text), max(1, len(text) // 40)):
+        for end in range(0, len(text), max(1, len(text) // num_places)):
             whole = events_of(transcript, [text[:end]])
             assert events_of(transcript, *pieces_of(text[:end], [3])) == whole, (transcript, end)
             content, calls = said(whole)
@@ -95,11 +100,12 @@ def test_answer_cut_off_has_no_call_but_complete_ones(transcripts: list[Transcri
                 assert content == text[:end], transcript
 
 
+@at_places
 @by_format
-def test_answer_cut_anywhere_shows_no_begun_markup(transcripts: list[Transcript]) -> None:
+def test_answer_cut_anywhere_shows_no_begun_markup(transcripts: list[Transcript], num_places: int) -> None:
     for transcript in transcripts:
         reasoning = REASONING[transcript.reasoning] if transcript.reasoning else None
-        for end in range(len(transcript.text)):
+        for end in range(0, len(transcript.text), max(1, len(transcript.text) // num_places)):
             text = transcript.text[:end]
             found = read(transcript.row, [text], reasoning, transcript.prompt, was_cut=True)
             content, calls = said(found)
@@ -110,7 +116,7 @@ def test_answer_cut_anywhere_shows_no_begun_markup(transcripts: list[Transcript]
             assert is_known_as_text or transcript.content.startswith(content.rstrip()), (transcript, end)
 
 
-@pytest.mark.parametrize(
+@folded(
     ("format_name", "text", "content"),
     [
         ("hermes", "I look.\n<tool_call>\n{", "I look."),
@@ -172,7 +178,7 @@ MALFORMED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
+@folded("row", FORMATS, ids=lambda row: row.name)
 def test_malformed_answer_cut_anyhow_is_read_alike_and_whole(row: ToolFormat) -> None:
     for malform in MALFORMED:
         assert_alike_and_whole(row, malform(row, row.write(TWO)))
@@ -190,7 +196,7 @@ def assert_alike_and_whole(row: ToolFormat, text: str) -> None:
     assert all(word in told for word in words if word in text)
 
 
-@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
+@folded("row", FORMATS, ids=lambda row: row.name)
 def test_a_missing_close_marker_costs_no_call_that_is_complete(row: ToolFormat) -> None:
     text = without_close(row, row.write(TWO))
     expected: Calls = TWO[:-1] if row.calls[0].write("f", {}).endswith(row.closing) and row.closing else TWO
