@@ -11,6 +11,7 @@ from quire.version import __version__
 from quire.vllm_names.imports import VllmFinder, attributes_of
 
 if TYPE_CHECKING:
+    from quire.adapters import LoRARequest
     from quire.config import EngineArgs, EngineConfig
     from quire.config import EngineArgs as AsyncEngineArgs
     from quire.engine.async_llm import AsyncLLM
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
     from quire.entrypoints.llm import LLM
     from quire.inputs import PairPrompt, PromptType, TextPrompt, TokensPrompt
-    from quire.lora_request import LoRARequest
     from quire.models.registry import ModelRegistry
     from quire.outputs import CompletionOutput, RequestOutput
     from quire.pooling.outputs import (
@@ -43,7 +43,7 @@ _LAZY = {
     "EngineArgs": "quire.config",
     "AsyncEngineArgs": "quire.config:EngineArgs",
     "EngineConfig": "quire.config",
-    "LoRARequest": "quire.lora_request",
+    "LoRARequest": "quire.adapters",
     "ModelRegistry": "quire.models.registry",
     "SamplingParams": "quire.sampling_params",
     "PromptType": "quire.inputs",

@@ -64,6 +64,9 @@ SERVER_FEATURES = {
 }
 """Feature -> `quire.entrypoints.openai.families:ServerFeature`, in the order of the OpenAPI document."""
 
+OFFLINE_METHODS = {"pooling": "quire.pooling.offline:OfflinePooling"}
+"""Feature -> class on `quire.entrypoints.offline:OfflineEngine` whose methods `LLM` has."""
+
 ADAPTER_SERVING = {"lora": "quire.lora.server.changes:AdapterChanges"}
 """Feature -> `quire.entrypoints.openai.adapter_serving:AdapterServing`; none: a server without adapters."""
 

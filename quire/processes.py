@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting of Python child processes, garbage collector settings, and descriptions of process ends."""
+"""Python child processes: their start, frames over their pipes, and descriptions of their ends; garbage collection."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import atexit
 import gc
 import os
 import signal
+import struct
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # library threads do not survive a fork
+_SIZE = struct.Struct("<I")  # of a frame
 # Collector threshold; Python's default is 700. A request leaves few objects that only the collector can free.
 COLLECT_AFTER = 10_000
 
@@ -133,3 +136,14 @@ def why_silent(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return ENDED if Path("/proc/self/stat").exists() else None
     return _SILENT.get(state)
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """Return the next frame; None at the end of the stream."""
+    head = stream.read(_SIZE.size)
+    return stream.read(_SIZE.unpack(head)[0]) if len(head) == _SIZE.size else None
+
+
+def write_frame(stream: IO[bytes], frame: bytes) -> None:
+    stream.write(_SIZE.pack(len(frame)) + frame)
+    stream.flush()

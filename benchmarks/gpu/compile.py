@@ -23,7 +23,7 @@ from benchmarks.gpu import imports, kinds
 from benchmarks.gpu.blanks import META, Launch, attention_metadata, empty, packed
 from benchmarks.gpu.shapes import GEMMA_2B, LLAMA_8B, QWEN_05B, Shape
 from quire.kernels.linear import PackedWeight, WeightScheme
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 
 NUM_PROCESSORS = 132
 
@@ -262,16 +262,16 @@ def _product(function: Callable[..., Tensor], rows: int, weight: PackedWeight) -
 
 def _adapters(shape: Shape) -> Iterator[Launch]:
     """Yield the adapter launches of a layer that is one module, and of several merged ones."""
-    from quire.kernels.triton import lora
+    from quire.kernels.triton import low_rank
 
     slots, sizes = (
         empty(40, dtype=torch.int32),
         [shape.heads * shape.head_size, *[shape.kv_heads * shape.head_size] * 2],
     )
     for name, parts in {"o": [shape.hidden], "qkv": sizes}.items():
-        stacks = LoraStacks.empty(4, parts, shape.hidden, 16, torch.bfloat16, META)
+        stacks = LowRankStacks.empty(4, parts, shape.hidden, 16, torch.bfloat16, META)
         args = empty(40, sum(parts)), empty(40, shape.hidden), slots, stacks
-        yield f"{shape.name}: lora_linear, {name}", partial(lora.lora_linear, *args)
+        yield f"{shape.name}: low_rank_linear, {name}", partial(low_rank.low_rank_linear, *args)
 
 
 def _sampling(shape: Shape) -> Iterator[Launch]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.target import Target
+from quire.adapters import LoRARequest
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests, EngineCoreRequest
@@ -21,7 +22,6 @@ from quire.engine.sleep_state import MEMORY_TAGS
 from quire.engine.startup import prepare
 from quire.executor.ranks.multiproc import MultiprocExecutor
 from quire.executor.ranks.rank_processes import HostStarter
-from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 
 Prompt = Sequence[int]
@@ -61,7 +61,7 @@ class Engine:
         request_id = str(len(self._requests))
         self._requests[request_id] = Generated()
         self._core.add_request(
-            EngineCoreRequest(request_id, list(prompt), params, time.monotonic(), lora_request=adapter)
+            EngineCoreRequest(request_id, list(prompt), params, time.monotonic(), adapter_request=adapter)
         )
         return self._requests[request_id]
 

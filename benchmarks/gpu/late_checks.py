@@ -17,8 +17,8 @@ from benchmarks.gpu.engine import engine, greedy
 from benchmarks.gpu.runner import Check
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.target import Target
-from quire.kernels.triton import compiles
-from quire.lora_request import LoRARequest
+from quire.adapters import LoRARequest
+from quire.kernels.triton.launch import watch_compiles
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 1000,
@@ -136,12 +136,12 @@ def _late_kernels(
     if kind.config is not None:
         prompts = [[token % _SIZES["vocab_size"] for token in prompt] for prompt in prompts]
     with engine(target, directory, **limits | kind.args | {"async_scheduling": True}) as running:
-        compiles.watch(names.append)
+        watch_compiles(names.append)
         try:
             for params in _ASKED:
                 running.generate(prompts, greedy(8, **params), adapters)
         finally:
-            compiles.watch(None)
+            watch_compiles(None)
     if names:
         raise RuntimeError(f"compiled after start: {', '.join(names)}")
     return 0.0

@@ -16,8 +16,8 @@ from benchmarks.gpu.shapes import LLAMA_8B, QWEN_05B, TINY, Shape
 from benchmarks.gpu.target import Target
 from quire.kernels import ops, reference
 from quire.kernels.linear import PackedWeight, WeightScheme
-from quire.kernels.lora import LoraStacks
-from quire.kernels.triton import linear, lora
+from quire.kernels.low_rank import LowRankStacks
+from quire.kernels.triton import linear, low_rank
 from quire.kernels.triton.quantize import quantize_rows
 
 SCHEMES = {
@@ -102,13 +102,13 @@ def _quantised_rows(target: Target, shape: Shape, scheme: WeightScheme) -> float
     return differs(linear.packed_linear(quantize_rows(x), packed), linear.packed_linear(x, packed))
 
 
-def _adapted(target: Target, shape: Shape) -> tuple[Tensor, Tensor, LoraStacks]:
+def _adapted(target: Target, shape: Shape) -> tuple[Tensor, Tensor, LowRankStacks]:
     """Inputs, slots of rows, in runs and mixed, and adapters of rank 16 of the merged q, k and v."""
     inputs, parts = (
         shape.hidden,
         [heads * shape.head_size for heads in (shape.heads, shape.kv_heads, shape.kv_heads)],
     )
-    stacks = LoraStacks.empty(4, parts, inputs, 16, target.main_dtype, target.device)
+    stacks = LowRankStacks.empty(4, parts, inputs, 16, target.main_dtype, target.device)
     stacks.a.copy_(randn(target, *stacks.a.shape, dtype=target.main_dtype, seed=1) * inputs**-0.5)
     stacks.b.copy_(randn(target, *stacks.b.shape, dtype=target.main_dtype, seed=2))
     stacks.scales.fill_(2.0)
@@ -125,17 +125,17 @@ def _adapters(target: Target, shape: Shape) -> float:
         x.new_zeros(len(x), stacks.b.shape[-1]),
         torch.zeros(len(x), stacks.b.shape[-1], device=x.device),
     )
-    lora.lora_linear(got, x, slots, stacks)
-    ops.lora_linear.oracle(want, x.float(), slots, stacks)
+    low_rank.low_rank_linear(got, x, slots, stacks)
+    ops.low_rank_linear.oracle(want, x.float(), slots, stacks)
     return relative_error(got, want)
 
 
 def _adapters_alone(target: Target, shape: Shape) -> float:
     x, slots, stacks = _adapted(target, shape)
     whole, parts = x.new_zeros(len(x), stacks.b.shape[-1]), x.new_zeros(len(x), stacks.b.shape[-1])
-    lora.lora_linear(whole, x, slots, stacks)
+    low_rank.low_rank_linear(whole, x, slots, stacks)
     for part in (slice(0, 1), slice(1, 4), slice(4, len(x))):
-        lora.lora_linear(parts[part], x[part], slots[part], stacks)
+        low_rank.low_rank_linear(parts[part], x[part], slots[part], stacks)
     return differs(parts, whole)
 
 

@@ -28,7 +28,7 @@ constexpr int kAdaptedRows = 3, kChains = 2;
 template <int R>
 constexpr int kRegistersOf = R < 3 ? 8 / R / kRegisters16 : kRegisters16 == 1 ? 2 : 1;
 
-// Slots for adapters as Python passes them; see quire/kernels/lora.py.
+// Slots for adapters as Python passes them; see quire/kernels/low_rank.py.
 struct Stacks {
     const void *a, *b;
     const Float32* scales;

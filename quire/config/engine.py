@@ -101,6 +101,10 @@ class EngineConfig:
             draft = draft.with_weights(model_dir)
         return replace(self, model_dir=model_dir, load=load, files={}, draft=draft)
 
+    def without_adapters(self) -> EngineConfig:
+        """Return a copy of whose requests none may name an adapter."""
+        return replace(self, lora=LoRAConfig())
+
     @property
     def serves_adapters(self) -> bool:
         """True if requests may name adapters."""

@@ -183,6 +183,11 @@ class ServerConfig(Config):
             object.__setattr__(self, "admin_api_key", hashed_key(self.admin_api_key, "--admin-api-key"))
 
     @property
+    def offers_adapters(self) -> bool:
+        """True if adapters are given, or a directory of them."""
+        return bool(self.lora_modules or self.lora_dir)
+
+    @property
     def scheme(self) -> str:
         """Scheme of the server's URL."""
         return "https" if self.ssl_certfile else "http"

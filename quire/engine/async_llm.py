@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.adapters import LoRARequest
 from quire.config import EngineArgs, EngineConfig, ModelConfig
 from quire.engine.admission import Admission
 from quire.engine.client import closed_on_error
@@ -46,7 +47,6 @@ from quire.engine.tokenizer_cache import TokenizerContext
 from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError, ValidationError
 from quire.features import POOLED_OUTPUTS, WEIGHT_UPDATES
 from quire.inputs import PromptType
-from quire.lora_request import LoRARequest
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
 from quire.plugins import import_place
@@ -240,7 +240,7 @@ class AsyncLLM:
                 stream.put,
                 priority=priority,
                 tenant=tenant,
-                lora_request=lora_request,
+                adapter_request=lora_request,
                 timeout_s=timeout_s,
                 trace_headers=trace_headers,
                 data_parallel_rank=data_parallel_rank,
@@ -297,7 +297,7 @@ class AsyncLLM:
         """
         terms: dict[str, Any] = {"priority": priority, "tenant": tenant, "timeout_s": timeout_s}
         terms |= {"trace_headers": trace_headers, "arrived": self._front_end.clock()}
-        terms |= {"lora_request": lora_request, "data_parallel_rank": data_parallel_rank}
+        terms |= {"adapter_request": lora_request, "data_parallel_rank": data_parallel_rank}
         self._receivers.ensure()
         await self.check_health()
         options = options.with_kwargs(tokenization_kwargs)

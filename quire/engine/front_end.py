@@ -320,7 +320,7 @@ class Terms(TypedDict):
 
     priority: int
     tenant: str
-    lora_request: AdapterRequest | None
+    adapter_request: AdapterRequest | None
 
 
 class FrontEnd:
@@ -378,7 +378,7 @@ class FrontEnd:
         self._in_flight = InFlightRequests(num_cores, number)
         self.router = make_core_choice(config, num_cores)
         self._calls = UtilityCalls(number)
-        reads_contents = config.lora.enable_lora and config.kv_store.moves_rows
+        reads_contents = config.serves_adapters and config.kv_store.moves_rows
         self._contents: AdapterContents | None = (
             import_place(ADAPTER_CONTENTS)(config) if reads_contents else None
         )
@@ -483,7 +483,7 @@ class FrontEnd:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: AdapterRequest | None = None,
+        adapter_request: AdapterRequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
@@ -505,8 +505,8 @@ class FrontEnd:
         cores = self._cores_for(data_parallel_rank)
         name = self._in_flight.new_name(label)
         tracked_sink = self._with_removal(name, sink)
-        lora_request = self.completed_adapter(lora_request)
-        terms = Terms(priority=priority, tenant=tenant, lora_request=lora_request)
+        adapter_request = self.completed_adapter(adapter_request)
+        terms = Terms(priority=priority, tenant=tenant, adapter_request=adapter_request)
         owner = self._owners.get(type(params))
         if owner is not None:
             core_ids, messages = owner.submit(
@@ -516,7 +516,7 @@ class FrontEnd:
             requests = self._checked(name, prompt, params, terms)
             self.output_processor.add_request(label, prompt, requests, tracked_sink, trace_headers)
             core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
-        adapter = None if lora_request is None else lora_request.cache_key
+        adapter = None if adapter_request is None else adapter_request.cache_key
         keys = extra_keys(prompt.cache_salt, adapter, prompt.media)
         core = self.router.admit(name, prompt.token_ids, len(core_ids), keys, core_ids[0], cores)
         came = self.clock() if arrived is None else arrived

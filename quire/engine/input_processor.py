@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.adapters import AdapterRequest
+from quire.adapters import ENABLE_FLAG, AdapterRequest, adapter_error
 from quire.config import EngineConfig
 from quire.config.arch import encoder_positions
 from quire.config.pooling import PoolingSpec
@@ -204,7 +204,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: AdapterRequest | None = None,
+        adapter_request: AdapterRequest | None = None,
     ) -> list[EngineCoreRequest]:
         """Return one core request per completion, after all checks against the model; the first computes the shared
         prompt.
@@ -221,7 +221,7 @@ class InputProcessor:
             )
         tokenizer_context = prompt.tokenizer_context or self.tokenizers.model
         self._check_prompt(prompt, tokenizer_context.vocab_size)
-        self.check_terms(priority, tenant, lora_request)
+        self.check_terms(priority, tenant, adapter_request)
         if self._encoder_prompts is not None:
             params = self._encoder_prompts.sampled(params)
         params = self._resolve_params(params, prompt, tokenizer_context)
@@ -245,7 +245,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=prompt.cache_salt,
             tenant=tenant,
-            lora_request=lora_request,
+            adapter_request=adapter_request,
             media=list(prompt.media),
             kv_transfer=read_transfer(prompt.kv_transfer_params, self.config.kv_store.transfer),
         )
@@ -262,7 +262,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: AdapterRequest | None = None,
+        adapter_request: AdapterRequest | None = None,
     ) -> tuple[EngineCoreRequest, BeamSearchParams]:
         """Return the template request of a search's beams, and its parameters, after all checks against the model.
 
@@ -282,7 +282,7 @@ class InputProcessor:
             temperature=0.0, max_tokens=params.max_tokens, detokenize=False, extra_args=params.extra_args
         )
         (first,) = self.process(
-            request_id, prompt, plain, priority=priority, tenant=tenant, lora_request=lora_request
+            request_id, prompt, plain, priority=priority, tenant=tenant, adapter_request=adapter_request
         )
         max_tokens = first.sampling_params.max_tokens or params.max_tokens
         if self._encoder_prompts is not None:
@@ -309,7 +309,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: AdapterRequest | None = None,
+        adapter_request: AdapterRequest | None = None,
     ) -> EngineCoreRequest:
         """Return the core request for pooling a prompt, after all checks against the model.
 
@@ -322,8 +322,8 @@ class InputProcessor:
                 param="model",
             )
         self._check_prompt(prompt, self.config.arch.vocab_size)
-        self.check_terms(priority, tenant, lora_request)
-        if self.pooling.spec.head_of_adapters and lora_request is None:
+        self.check_terms(priority, tenant, adapter_request)
+        if self.pooling.spec.head_of_adapters and adapter_request is None:
             raise ValidationError(
                 "the model has no head of its own, only its adapters have one: name an adapter",
                 param="model",
@@ -339,7 +339,7 @@ class InputProcessor:
             pooling_params=self.pooling.validated(params),
             second_text_start=prompt.second_text_start,
             instruction_length=prompt.instruction_length,
-            lora_request=lora_request,
+            adapter_request=adapter_request,
             media=list(prompt.media),
         )
 
@@ -383,10 +383,10 @@ class InputProcessor:
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS):
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
 
-    def check_terms(self, priority: int, tenant: str, lora_request: AdapterRequest | None) -> None:
+    def check_terms(self, priority: int, tenant: str, adapter_request: AdapterRequest | None) -> None:
         """Raise ValidationError if this engine cannot honour one of them."""
-        if lora_request is not None and not self.config.lora.enable_lora:
-            raise ValidationError("adapters are not served here (--enable-lora)", param="lora_request")
+        if adapter_request is not None and not self.config.serves_adapters:
+            raise adapter_error(f"adapters are not served here ({ENABLE_FLAG})")
         if len(tenant) > MAX_TENANT_CHARS:
             raise ValidationError(f"tenant must be at most {MAX_TENANT_CHARS} characters", param="tenant")
         scheduler = self.config.scheduler

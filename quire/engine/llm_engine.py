@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from quire.adapters import LoRARequest
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.client import HeldInterrupts, closed_on_error, make_clients
 from quire.engine.front_end import FrontEnd, Outgoing, decode_explanations
@@ -26,7 +27,6 @@ from quire.engine.startup import prepare
 from quire.errors import ConflictError, EngineDeadError, QuireError, ValidationError
 from quire.features import WEIGHT_UPDATES
 from quire.inputs import PromptType
-from quire.lora_request import LoRARequest
 from quire.metrics.stats import StatLogger
 from quire.plugins import import_place
 from quire.pooling_params import PoolingParams
@@ -113,7 +113,7 @@ class LLMEngine:
                 self._deliver,
                 priority=priority,
                 tenant=tenant,
-                lora_request=lora_request,
+                adapter_request=lora_request,
                 timeout_s=timeout_s,
                 arrived=arrived,
             )

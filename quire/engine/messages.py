@@ -20,7 +20,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 14
+WIRE_VERSION = 15
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -51,7 +51,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     beam: int = 0
     second_text_start: int | None = None
     instruction_length: int | None = None
-    lora_request: AdapterRequest | None = None
+    adapter_request: AdapterRequest | None = None
     media: list[MediaItem] = []
     kv_transfer: KVTransfer | None = None
 

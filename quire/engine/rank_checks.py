@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
+from quire.adapters import ENABLE_FLAG
 from quire.config import EngineConfig, ModelArch, ParallelConfig
 from quire.config.arch import LayerShape
 from quire.errors import ConfigError
@@ -135,11 +136,6 @@ def check_ranks(config: EngineConfig, *, serves: bool, host: Host | None = None)
         ConfigError: says what to change, and possible numbers of ranks.
     """
     parallel = config.parallel
-    if parallel.tp_invariant and config.lora.enable_lora and config.lora.lora_dtype == "int8":
-        raise ConfigError(
-            "--tp-invariant requires another --lora-dtype than int8: each rank would quantize its adapter outputs by "
-            "its own maximum"
-        )
     if parallel.distributed_executor_backend == LAUNCHED:
         _check_launched(config, serves=serves)
     if (ranks := parallel.tensor_parallel_size) > 1:
@@ -285,7 +281,7 @@ def _check_replicas(config: EngineConfig) -> None:
     wants = rank_requirements(config) | {
         f"--distributed-executor-backend mp, not {executor}": executor != "mp",
         "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
-        "no --enable-lora: tokens go to experts without their adapters": config.lora.enable_lora,
+        f"no {ENABLE_FLAG}: tokens go to experts without their adapters": config.serves_adapters,
         "all replicas in one server: experts of other servers are not reachable": parallel.num_replicas
         < size,
     }

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from quire.adapters import LoRARequest
 from quire.config import DEMO_MODEL, EngineArgs, EngineConfig, engine_fields
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import Tokenizer
@@ -24,16 +25,20 @@ from quire.entrypoints.offline import OfflineRequest, as_prompts, each_with, per
 from quire.entrypoints.offline_chat import ChatOptions, OfflineChat, compose_chat
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import EngineError, ValidationError
+from quire.features import OFFLINE_METHODS
 from quire.inputs import ChatMessage, PromptType
-from quire.lora_request import LoRARequest
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
-from quire.pooling.offline import OfflinePooling
+from quire.plugins import import_place
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from quire.pooling.offline import OfflinePooling
     from quire.speech.offline import Audio, OfflineSpeech
     from quire.speech.requests import Ask
     from quire.speech.transcript import Transcription
+
+else:
+    OfflinePooling = import_place(OFFLINE_METHODS.get("pooling", "quire.entrypoints.offline:OfflineEngine"))
 
 # One for all prompts, or one or None per prompt.
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from tqdm import tqdm
 
+from quire.adapters import AdapterRequest, adapter_terms
 from quire.engine.llm_engine import LLMEngine, SingleThreadGuard
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
 from quire.inputs import PromptType
-from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ class OfflineRequest(NamedTuple):
     prompt: PromptType
     params: SamplingParams
     priority: int
-    adapter: LoRARequest | None
+    adapter: AdapterRequest | None
 
 
 class OfflineEngine:
@@ -236,7 +236,7 @@ class OfflineEngine:
             request.prompt,
             request.params,
             priority=request.priority,
-            lora_request=request.adapter,
+            **adapter_terms(request.adapter),
         )
         return request_id
 

@@ -157,10 +157,10 @@ class _NullRow:
         self.num_prompt_tokens = data.num_prompt_tokens
         self.num_computed_tokens = data.num_computed_tokens
         self.block_ids = [list(ids) for ids in data.block_ids]
-        self.adapter = None if data.lora_request is None else data.lora_request.key
+        self.adapter = None if data.adapter_request is None else data.adapter_request.key
         self.media = data.media
         self._contents = {position: item for item in data.media for position in range(item.start, item.end)}
-        self._root = 0 if data.lora_request is None else data.lora_request.lora_int_id
+        self._root = 0 if data.adapter_request is None else data.adapter_request.number
         self.token_ids: list[int] = []
         self.fingerprints: list[int] = []
         for token_id in data.token_ids:

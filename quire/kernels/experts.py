@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels.formats.two_level import narrowed
 from quire.kernels.linear import GATED, FusedActivation, PackedWeight
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 
 TokenReduction = Literal["sum", "weighted", "max"]
 """Reductions of a text's tokens: sum, sum with the n-th token weighted by n, and elementwise maximum."""
@@ -72,13 +72,13 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertAdapters:
-    """LoRA slots for the weights of E experts; an expert's S slots are adjacent.
+    """Slots for the weights of E experts; an expert's S slots are adjacent.
 
     So adapter s of expert e uses slot e * S + s of its stacks. Gate and up are two parts.
     """
 
-    gate_up: LoraStacks
-    down: LoraStacks
+    gate_up: LowRankStacks
+    down: LowRankStacks
     native: Any = field(default=None, init=False, repr=False, compare=False)
     """See `ExpertWeights.native`."""
 

@@ -43,7 +43,7 @@ from quire.kernels.linear import (
     RowQuantization,
     WeightScheme,
 )
-from quire.kernels.lora import RANK_UNIT, LoraStacks
+from quire.kernels.low_rank import RANK_UNIT, LowRankStacks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -790,19 +790,19 @@ def rounded_linear(
     return reference.rounded_linear(x, weight, rounding, bias)
 
 
-def _of_rank_units(_out: Tensor, _x: Tensor, _adapter_rows: Tensor, adapters: LoraStacks) -> bool:
+def _of_rank_units(_out: Tensor, _x: Tensor, _adapter_rows: Tensor, adapters: LowRankStacks) -> bool:
     """Return whether slots are padded to a multiple of `RANK_UNIT` ranks."""
     return adapters.a.shape[-1] % RANK_UNIT == 0
 
 
-def _adds_to_float32(out: Tensor, _x: Tensor, _adapter_rows: Tensor, adapters: LoraStacks) -> bool:
+def _adds_to_float32(out: Tensor, _x: Tensor, _adapter_rows: Tensor, adapters: LowRankStacks) -> bool:
     """Return whether the C++ kernel supports the call: activations are float32 on a CPU."""
     return out.dtype is torch.float32 and _of_rank_units(out, _x, _adapter_rows, adapters)
 
 
-@op(_cpu("lora.lora_linear", _adds_to_float32), _triton("lora.lora_linear", _of_rank_units))
-def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStacks, /) -> None:
-    """Add each row's LoRA output for x to out, in place (E. Hu et al., 2021, arXiv:2106.09685).
+@op(_cpu("low_rank.low_rank_linear", _adds_to_float32), _triton("low_rank.low_rank_linear", _of_rank_units))
+def low_rank_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LowRankStacks, /) -> None:
+    """Add the output of each row's low-rank adapter for x to out, in place (E. Hu et al., 2021, arXiv:2106.09685).
 
     If the adapter is affine, a row is multiplied by its factors, and its offsets are added, before.
 
@@ -812,7 +812,7 @@ def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStac
     in
     float32, and rounded once, when it is added. A row's result depends on that row and its adapter alone.
     """
-    reference.lora_linear(out, x, adapter_rows, adapters)
+    reference.low_rank_linear(out, x, adapter_rows, adapters)
 
 
 @op(
@@ -906,8 +906,8 @@ def experts(
     `packed_linear`; only chosen experts are read. A token's experts are added in float32 in the order of their ids,
     independent of the rest of the step. Choices outside the numbers of `of`, which other ranks hold, add nothing.
 
-    With adapters, and `adapter_rows` [T] int32 with each token's adapter, LoRA outputs are added to each matmul as in
-    `lora_linear`, to gate and up before the activation.
+    With adapters, and `adapter_rows` [T] int32 with each token's adapter, its outputs are added to each matmul as in
+    `low_rank_linear`, to gate and up before the activation.
     """
     return reference_experts.experts(x, chosen, weights, of, adapter_rows, adapters)
 

@@ -37,7 +37,7 @@ from quire.kernels.linear import (
     RowQuantization,
     WeightScheme,
 )
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 
 
 def bidirectional_attention(
@@ -121,11 +121,11 @@ def all_to_all(x: Tensor, counts: Sequence[int], group: Group) -> tuple[Tensor, 
     return torch.cat(parts), [len(part) for part in parts]
 
 
-def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStacks) -> None:
+def low_rank_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LowRankStacks) -> None:
     slots = sorted({slot for slot in adapter_rows.tolist() if slot >= 0})
     count = len(adapters.a)
     if slots and slots[-1] >= count:
-        raise IndexError(f"lora_linear: adapter {slots[-1]} is outside the {count} slots")
+        raise IndexError(f"low_rank_linear: adapter {slots[-1]} is outside the {count} slots")
     for slot in slots:
         rows = (adapter_rows == slot).nonzero()[:, 0]
         for part, columns in enumerate(adapters.columns()):

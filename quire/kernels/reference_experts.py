@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
-from quire.kernels.reference import FUSED_ACTIVATIONS, lora_linear, packed_linear
+from quire.kernels.reference import FUSED_ACTIVATIONS, low_rank_linear, packed_linear
 
 _LEAST_SUM = 1e-20
 """Added to the divisor of normalized weights: sigmoid scores may all be 0."""
@@ -132,10 +132,10 @@ def _adapted_expert(
     slots = torch.where(adapter_rows < 0, -1, index * count + adapter_rows)
     up_bias, down_bias = _biases(of, index)
     both = packed_linear(x, of.gate_up[index], up_bias)
-    lora_linear(both, x, slots, adapters.gate_up)
+    low_rank_linear(both, x, slots, adapters.gate_up)
     inner = FUSED_ACTIVATIONS[of.activation](both)
     out = packed_linear(inner, of.down[index], down_bias)
-    lora_linear(out, inner, slots, adapters.down)
+    low_rank_linear(out, inner, slots, adapters.down)
     return out
 
 

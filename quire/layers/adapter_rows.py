@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 
 Upload = Callable[[Tensor], Tensor]
 """Copies a host tensor to the device."""
@@ -82,8 +82,8 @@ class AdapterOutputRows:
         self._has_rows = [False] * num_slots
         self._is_used = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._tokens = torch.zeros(num_slots, num_rows, dtype=torch.int64, device=device)
-        # The rows are LoRA's A; B is an identity.
-        self._stacks = LoraStacks.empty(num_slots, (num_rows,), shape[1], num_rows, dtype, device)
+        # The rows are A; B is an identity.
+        self._stacks = LowRankStacks.empty(num_slots, (num_rows,), shape[1], num_rows, dtype, device)
         self._stacks.b[:, :num_rows] = torch.eye(num_rows, dtype=dtype, device=device)
         self._stacks.scales.fill_(1.0)
 
@@ -111,7 +111,7 @@ class AdapterOutputRows:
         # Rows without trained tokens write back the logit of token 0, which always exists.
         tokens = self._tokens[slots].masked_fill(~has_own, 0)
         own = logits.new_zeros(tokens.shape)
-        ops.lora_linear(own, hidden, adapter_rows, self._stacks)
+        ops.low_rank_linear(own, hidden, adapter_rows, self._stacks)
         if bias is not None:
             own += bias[tokens.clamp(max=len(bias) - 1)].masked_fill(tokens >= len(bias), 0.0)
         logits.scatter_(1, tokens, torch.where(has_own, own, logits.gather(1, tokens)))
@@ -122,7 +122,7 @@ class AdapterOutputRows:
             row.new_zeros(1, size, dtype=torch.float32)
             for size in (self._tokens.shape[1], self._stacks.a.shape[2])
         )
-        ops.lora_linear(own, hidden, row, self._stacks)
+        ops.low_rank_linear(own, hidden, row, self._stacks)
 
     @property
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ from quire.distributed.group import Group
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.linear import RowQuantization
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 from quire.layers.adapter_rows import AdapterEmbeddingRows, AdapterOutputRows
 from quire.layers.base import Layer, Module, activation_dtype, model_dtype, parameter
 from quire.layers.matrix import MatrixLayer
@@ -29,13 +29,13 @@ from quire.layers.slot import Slot
 
 
 class HeadAdapters:
-    """LoRA of a per-head linear layer.
+    """Adapters of a per-head linear layer.
 
     Args:
         stacks: of weights [N, K]; slot s has those from s * H on, one for each head.
     """
 
-    def __init__(self, stacks: LoraStacks, num_heads: int) -> None:
+    def __init__(self, stacks: LowRankStacks, num_heads: int) -> None:
         self._stacks = stacks
         factors = stacks.input_factors
         self._factors = None if factors is None else factors.view(-1, num_heads, factors.shape[1])
@@ -44,7 +44,7 @@ class HeadAdapters:
     def scaled(self, x: Tensor, adapter_rows: Tensor) -> Tensor:
         """Scale the input x [T, H, K]: DoRA's factors where a checkpoint has weights [K, N].
 
-        adapter_rows [T] int32 as in `ops.lora_linear`.
+        adapter_rows [T] int32 as in `ops.low_rank_linear`.
         """
         if self._factors is None:
             return x
@@ -54,11 +54,11 @@ class HeadAdapters:
     def add(self, out: Tensor, x: Tensor, adapter_rows: Tensor) -> None:
         """Add the adapters' output for x [T, H, K] to out [T, H, N] in place.
 
-        adapter_rows [T] int32 as in `ops.lora_linear`.
+        adapter_rows [T] int32 as in `ops.low_rank_linear`.
         """
         first = adapter_rows[:, None] * len(self._heads)
         of_heads = torch.where(first < 0, -1, first + self._heads).flatten()
-        ops.lora_linear(out.flatten(0, 1), x.flatten(0, 1), of_heads, self._stacks)
+        ops.low_rank_linear(out.flatten(0, 1), x.flatten(0, 1), of_heads, self._stacks)
 
 
 def gather_rows(group: Group | None, own: slice, ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
@@ -78,7 +78,7 @@ def gather_rows(group: Group | None, own: slice, ids: Tensor, look_up: Callable[
 
 
 class TableAdapters:
-    """LoRA of an embedding table [V, H].
+    """Adapters of an embedding table [V, H].
 
     Args:
         stacks: of the weight [H, V] that multiplies a token's one-hot row, so its `a` is looked up, too.
@@ -86,7 +86,7 @@ class TableAdapters:
         own: the tokens that this rank holds.
     """
 
-    def __init__(self, stacks: LoraStacks, group: Group | None = None, own: slice = slice(0, 0)) -> None:
+    def __init__(self, stacks: LowRankStacks, group: Group | None = None, own: slice = slice(0, 0)) -> None:
         self._group, self._own = group, own
         slots, _, self._num_rows, ranks = stacks.a.shape
         self._a = stacks.a.view(slots * self._num_rows, ranks)
@@ -97,13 +97,13 @@ class TableAdapters:
     def add(self, rows: Tensor, ids: Tensor, adapter_rows: Tensor) -> None:
         """Add the adapters' rows for ids [T] in [0, V) to rows [T, H] in place.
 
-        adapter_rows [T] int32 as in `ops.lora_linear`.
+        adapter_rows [T] int32 as in `ops.low_rank_linear`.
         """
         first = adapter_rows.clamp(min=0) * self._num_rows
         shrunk = gather_rows(
             self._group, self._own, ids, lambda local: ops.embedding(local + first, self._a).to(rows.dtype)
         )
-        ops.lora_linear(rows, shrunk, adapter_rows, self._expand)
+        ops.low_rank_linear(rows, shrunk, adapter_rows, self._expand)
 
 
 class VocabEmbedding(MatrixLayer):
@@ -148,9 +148,9 @@ class VocabEmbedding(MatrixLayer):
         self.out_dtype = out_dtype
         self.unit_rows = unit_rows
         self.table_adapters: TableAdapters | None = None
-        """LoRA of looked-up rows; None: the engine serves no adapters."""
-        self.adapters: LoraStacks | None = None
-        """LoRA of the matmul, as in `Linear`."""
+        """Adapters of looked-up rows; None: the engine serves no adapters."""
+        self.adapters: LowRankStacks | None = None
+        """Adapters of the matmul, as in `Linear`."""
         self.adapter_embeddings: AdapterEmbeddingRows | None = None
         self.adapter_outputs: AdapterOutputRows | None = None
 
@@ -193,11 +193,11 @@ class VocabEmbedding(MatrixLayer):
         return torch.cat((logits, added), 1) if num_added else logits
 
     def _with_products(
-        self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor, adapters: LoraStacks
+        self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor, adapters: LowRankStacks
     ) -> Tensor:
-        """Return logits [N, V] with LoRA added; each rank computes its tokens and all-gathers."""
+        """Return logits [N, V] with adapters added; each rank computes its tokens and all-gathers."""
         own = logits if self.group is None else logits[:, self.rows[0]].contiguous()
-        ops.lora_linear(own, hidden, adapter_rows, adapters)
+        ops.low_rank_linear(own, hidden, adapter_rows, adapters)
         return self._of_all(own)
 
     def _own_logits(self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor, num_added: int) -> Tensor:

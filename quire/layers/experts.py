@@ -25,7 +25,7 @@ from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.experts import ExpertAdapters, ExpertWeights, make_contiguous, with_scales_alike
 from quire.kernels.linear import PackedWeight
-from quire.kernels.lora import SharedStacks
+from quire.kernels.low_rank import SharedStacks
 from quire.layers.activation import FUNCTIONS, FUSED
 from quire.layers.base import Module, RowSource, activation_dtype, device_type, model_dtype, parameter
 from quire.layers.expert_exchange import Adapted, ExpertExchange, exchange_of

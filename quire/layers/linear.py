@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.linear import Function, FusedActivation, QuantizedRows, RowQuantization
-from quire.kernels.lora import LoraStacks, SharedStacks
+from quire.kernels.low_rank import LowRankStacks, SharedStacks
 from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer, ModuleRows
@@ -92,7 +92,7 @@ class Linear(MatrixLayer):
         self._ending: FusedActivation | None = activation
         # In a tuple, so that nn.Module does not register it as a submodule.
         self._source: tuple[RowSource, ...] = ()
-        self.adapters: LoraStacks | None = None
+        self.adapters: LowRankStacks | None = None
         """Adapter stacks that a step's `adapter_rows` index; None: the engine serves no adapters."""
         self.shared_adapters: SharedStacks | None = None
         """Adapter slots of all experts with such a layer, through which adapters add to their matmuls."""
@@ -133,7 +133,7 @@ class Linear(MatrixLayer):
             out = self.input_quantization.product(x, self._product)
         if self.adapters is not None and step.adapter_rows is not None:
             assert isinstance(x, Tensor), "a layer with adapters takes unquantized x"
-            ops.lora_linear(out, x, step.adapter_rows, self.adapters)
+            ops.low_rank_linear(out, x, step.adapter_rows, self.adapters)
         return out if self._adds_up_with is None else ops.all_reduce(out, self._adds_up_with)
 
     def _activated(self, sums: Tensor) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.lora import LoraStacks, SlotMemory
+from quire.kernels.low_rank import LowRankStacks, SlotMemory
 from quire.layers.adapter_rows import AdapterEmbeddingRows, AdapterOutputRows
 from quire.layers.base import Layer
 from quire.layers.embedding import HeadAdapters, TableAdapters, VocabEmbedding
@@ -62,15 +62,15 @@ class AdaptableLayer:
         """Return the dtype of the stored LoRA weights, for adapters stored in `dtype`."""
         return dtype
 
-    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LowRankStacks:
         """Return stacks for `num_slots` adapters."""
-        return LoraStacks.empty(num_slots, self.parts, length(self.layer.columns), max_rank, dtype, memory)
+        return LowRankStacks.empty(num_slots, self.parts, length(self.layer.columns), max_rank, dtype, memory)
 
-    def put(self, stacks: LoraStacks, part: int, piece: ModuleRows, a: Tensor, b: Tensor) -> None:
+    def put(self, stacks: LowRankStacks, part: int, piece: ModuleRows, a: Tensor, b: Tensor) -> None:
         """Write a and b to stacks of one adapter, at the place of the piece's outputs."""
         _put(stacks, part, self.layer.columns, piece, a, b)
 
-    def offset(self, stacks: LoraStacks, part: int, piece: ModuleRows, by: Tensor | float) -> None:
+    def offset(self, stacks: LowRankStacks, part: int, piece: ModuleRows, by: Tensor | float) -> None:
         """Write an offset of the piece's outputs, which may also be multiplied by factors."""
         _offset(stacks, part, piece, by)
 
@@ -79,7 +79,7 @@ class AdaptableLayer:
         """Rows of `weight`."""
         return sum(self.parts)
 
-    def scale_rows(self, stacks: LoraStacks, factors: Tensor) -> None:
+    def scale_rows(self, stacks: LowRankStacks, factors: Tensor) -> None:
         """Multiply the rows of weight and product by factors [N], in stacks of one adapter."""
         _scale_rows(stacks, factors)
 
@@ -89,7 +89,9 @@ class AdaptableLayer:
             return list(self.layer.pieces_of(names[0], range(len(self.parts))))
         return self.layer.pieces(names)
 
-    def allocate(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
+    def allocate(
+        self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory
+    ) -> LowRankStacks:
         """Allocate slots for `num_slots` adapters and attach them to the layer."""
         self.layer.adapters = self.stacks(num_slots, max_rank, dtype, memory)
         return self.layer.adapters
@@ -103,11 +105,11 @@ class AdaptableLayer:
         self.layer.adapter_outputs = AdapterOutputRows(num_slots, max_rows, self.layer.shape, dtype, device)
         return self.layer.adapter_outputs
 
-    def launch(self, stacks: LoraStacks, row: Tensor) -> None:
+    def launch(self, stacks: LowRankStacks, row: Tensor) -> None:
         """Launch the LoRA kernel for a row, [1] int32, without an adapter."""
         dtype = torch.float32 if isinstance(self.layer, VocabEmbedding) else self.layer.dtype
         out, x = (row.new_zeros(1, size, dtype=dtype) for size in (stacks.b.shape[-1], stacks.a.shape[2]))
-        ops.lora_linear(out, x, row, stacks)
+        ops.low_rank_linear(out, x, row, stacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class AdaptableHead(AdaptableLayer):
         """Return float32, as in the layer."""
         return torch.float32
 
-    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LowRankStacks:
         """Return stacks for `num_slots` adapters of a rank up to the number of outputs."""
         return AdaptableLayer.stacks(self, num_slots, max(max_rank, self.layer.num_rows), dtype, memory)
 
@@ -132,7 +134,9 @@ class AdaptableTurn(AdaptableLayer):
     layer: Linear
     turn: int = 0
 
-    def allocate(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
+    def allocate(
+        self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory
+    ) -> LowRankStacks:
         """Allocate slots beside those of the other turns."""
         assert self.layer.turns is not None, "only layers used in turns"
         slots = self.layer.turns.slots
@@ -142,7 +146,7 @@ class AdaptableTurn(AdaptableLayer):
         self.layer.adapters = slots.all
         return stacks
 
-    def launch(self, stacks: LoraStacks, row: Tensor) -> None:
+    def launch(self, stacks: LowRankStacks, row: Tensor) -> None:
         """Launch once for all turns."""
         if self.turn == 0:
             AdaptableLayer.launch(self, stacks, row)
@@ -154,14 +158,16 @@ class AdaptableExpert(AdaptableLayer):
 
     layer: Linear
 
-    def allocate(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
+    def allocate(
+        self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory
+    ) -> LowRankStacks:
         """Allocate slots beside those of the other experts."""
         assert self.layer.shared_adapters is not None, "only experts"
         return self.layer.shared_adapters.of_layer(
             self.layer.expert, num_slots, lambda count: self.stacks(count, max_rank, dtype, memory)
         )
 
-    def launch(self, stacks: LoraStacks, row: Tensor) -> None:
+    def launch(self, stacks: LowRankStacks, row: Tensor) -> None:
         """Launch for the first expert only; all have the same shapes."""
         assert self.layer.shared_adapters is not None, "only experts"
         if self.layer.expert == self.layer.shared_adapters.numbers.start:
@@ -203,14 +209,14 @@ class AdaptableTable:
         """Return the dtype of the stored LoRA weights; table lookups need floats."""
         return torch.bfloat16 if dtype is torch.int8 else dtype
 
-    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LowRankStacks:
         """Return stacks for `num_slots` adapters, for this rank's tokens."""
-        return LoraStacks.empty(num_slots, self.parts, length(self.layer.rows[0]), max_rank, dtype, memory)
+        return LowRankStacks.empty(num_slots, self.parts, length(self.layer.rows[0]), max_rank, dtype, memory)
 
-    def put(self, stacks: LoraStacks, part: int, piece: ModuleRows, a: Tensor, b: Tensor) -> None:
+    def put(self, stacks: LowRankStacks, part: int, piece: ModuleRows, a: Tensor, b: Tensor) -> None:
         _put(stacks, part, self.layer.rows[0], piece, a, b)
 
-    def offset(self, stacks: LoraStacks, part: int, piece: ModuleRows, by: Tensor | float) -> None:
+    def offset(self, stacks: LowRankStacks, part: int, piece: ModuleRows, by: Tensor | float) -> None:
         _offset(stacks, part, piece, by)
 
     @property
@@ -218,7 +224,7 @@ class AdaptableTable:
         """Features of a row."""
         return self.layer.inputs
 
-    def scale_rows(self, stacks: LoraStacks, factors: Tensor) -> None:
+    def scale_rows(self, stacks: LowRankStacks, factors: Tensor) -> None:
         _scale_rows(stacks, factors)
 
     def pieces(self, names: Sequence[str]) -> list[ModuleRows]:
@@ -226,7 +232,9 @@ class AdaptableTable:
         everything = slice(0, self.layer.inputs)
         return [ModuleRows(names[0], self.layer.inputs, everything, everything, everything)]
 
-    def allocate(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
+    def allocate(
+        self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory
+    ) -> LowRankStacks:
         stacks = self.stacks(num_slots, max_rank, dtype, memory)
         self.layer.table_adapters = TableAdapters(stacks, self.layer.group, self.layer.rows[0])
         return stacks
@@ -240,7 +248,7 @@ class AdaptableTable:
         )
         return self.layer.adapter_embeddings
 
-    def launch(self, stacks: LoraStacks, row: Tensor) -> None:
+    def launch(self, stacks: LowRankStacks, row: Tensor) -> None:
         rows = row.new_zeros(1, stacks.b.shape[-1], dtype=self.layer.out_dtype)
         TableAdapters(stacks).add(rows, torch.zeros_like(row, dtype=torch.int64), row)
 
@@ -286,15 +294,15 @@ class AdaptableHeads:
     def kept(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LowRankStacks:
         """Return stacks for `num_slots` adapters."""
         inputs, count = self.layer.matrix_shape()[1], num_slots * self.blocks
-        stacks = LoraStacks.empty(count, self.parts, inputs, max_rank, dtype, memory)
+        stacks = LowRankStacks.empty(count, self.parts, inputs, max_rank, dtype, memory)
         if not self.layer.inverted:
             return stacks
         return replace(stacks, input_factors=torch.ones(count, inputs, device=memory.device))
 
-    def put(self, stacks: LoraStacks, part: int, piece: ModuleRows, a: Tensor, b: Tensor) -> None:
+    def put(self, stacks: LowRankStacks, part: int, piece: ModuleRows, a: Tensor, b: Tensor) -> None:
         """Write a and b to stacks of one adapter; a piece is a head."""
         if not length(piece.place):
             return  # on another rank
@@ -302,7 +310,7 @@ class AdaptableHeads:
         first, then = (own, a) if self.layer.inverted else (a.t(), own.t())
         stacks.a[head, part, :, :rank], stacks.b[head, :rank] = first, then
 
-    def offset(self, stacks: LoraStacks, part: int, piece: ModuleRows, by: Tensor | float) -> None:
+    def offset(self, stacks: LowRankStacks, part: int, piece: ModuleRows, by: Tensor | float) -> None:
         """Mark the head as affine; there are no biases."""
         if length(piece.place) and not self.layer.inverted:
             stacks.affine[piece.place.start // length(piece.place), part] = 1
@@ -312,7 +320,7 @@ class AdaptableHeads:
         """Rows of all heads."""
         return self.layer.num_rows
 
-    def scale_rows(self, stacks: LoraStacks, factors: Tensor) -> None:
+    def scale_rows(self, stacks: LowRankStacks, factors: Tensor) -> None:
         """Multiply rows by factors [N]; they are inputs where the layer applies the inverse direction."""
         of_heads = torch.unflatten(factors, 0, (self.blocks, -1))
         if stacks.input_factors is not None:
@@ -325,7 +333,9 @@ class AdaptableHeads:
         """Return one piece per head."""
         return self.layer.pieces(names)
 
-    def allocate(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
+    def allocate(
+        self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory
+    ) -> LowRankStacks:
         stacks = self.stacks(num_slots, max_rank, dtype, memory)
         self.layer.adapters = HeadAdapters(stacks, self.blocks)
         return stacks
@@ -333,7 +343,7 @@ class AdaptableHeads:
     def allocate_rows(self, num_slots: int, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """Return None: it is no table."""
 
-    def launch(self, stacks: LoraStacks, row: Tensor) -> None:
+    def launch(self, stacks: LowRankStacks, row: Tensor) -> None:
         out, x = (
             row.new_zeros(1, self.blocks, size, dtype=self.layer.dtype)
             for size in (stacks.b.shape[-1], stacks.a.shape[2])
@@ -396,18 +406,18 @@ def _adaptable_parts(
         yield AdaptableTable(layer, is_here and enters)
 
 
-def _put(stacks: LoraStacks, part: int, columns: slice, piece: ModuleRows, a: Tensor, b: Tensor) -> None:
+def _put(stacks: LowRankStacks, part: int, columns: slice, piece: ModuleRows, a: Tensor, b: Tensor) -> None:
     rank = len(a)
     stacks.a[0, part, :, :rank] = a[:, columns].t()
     stacks.b[0, :rank, piece.place] = b[piece.rows].t()
 
 
-def _offset(stacks: LoraStacks, part: int, piece: ModuleRows, by: Tensor | float) -> None:
+def _offset(stacks: LowRankStacks, part: int, piece: ModuleRows, by: Tensor | float) -> None:
     stacks.offsets[0, piece.place] = by
     stacks.affine[0, part] = 1
 
 
-def _scale_rows(stacks: LoraStacks, factors: Tensor) -> None:
+def _scale_rows(stacks: LowRankStacks, factors: Tensor) -> None:
     stacks.b[0] = stacks.b[0] * factors
     stacks.factors[0] = factors
 

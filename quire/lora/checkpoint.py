@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.errors import ModelLoadError
 from quire.kernels import ops
 from quire.kernels.linear import FLOAT
-from quire.kernels.lora import LoraStacks, SlotMemory
+from quire.kernels.low_rank import LowRankStacks, SlotMemory
 from quire.layers.adapter_rows import AdapterTokenRows
 from quire.layers.sliced_linear import Slice
 from quire.layers.slot import length
@@ -38,7 +38,7 @@ _BLOCK_BYTES = 4 << 20  # allocation size; allocating per layer would take as lo
 class Adapter:
     """Adapter on the host: stacks with a single slot, by index of each layer that it changes."""
 
-    layers: dict[int, LoraStacks]
+    layers: dict[int, LowRankStacks]
     rows: Mapping[int, AdapterTokenRows]
     """Rows that replace or extend a table's, by index of the table."""
     num_added: int = 0
@@ -141,7 +141,7 @@ class _LayerReader:
         self.norms: RowNorms | None = None
         """DoRA's row norms, if a module has them."""
 
-    def stacks(self, modules: Sequence[AdaptedModule], dtype: torch.dtype) -> LoraStacks:
+    def stacks(self, modules: Sequence[AdaptedModule], dtype: torch.dtype) -> LowRankStacks:
         """Return the stacks of one adapter."""
         rank = max(module.rank for module in modules)
         stacks = self._own.stacks(1, rank, reading_dtype(self._own.kept(dtype)), self._memory)
@@ -159,7 +159,7 @@ class _LayerReader:
         return stacks
 
     def _fill(
-        self, stacks: LoraStacks, place: OutputPlace, module: AdaptedModule, tensors: Mapping[Kind, Tensor]
+        self, stacks: LowRankStacks, place: OutputPlace, module: AdaptedModule, tensors: Mapping[Kind, Tensor]
     ) -> None:
         part, rank, here, rows = place.part, module.rank, place.piece.place, place.piece.rows
         if rank:

@@ -8,9 +8,9 @@ from collections import OrderedDict
 
 from msgspec import structs
 
+from quire.adapters import LoRARequest
 from quire.config import EngineConfig
 from quire.lora.peft_config import adapter_content, directory_of
-from quire.lora_request import LoRARequest
 
 logger = logging.getLogger(__name__)
 MOST_CONTENTS = 1000

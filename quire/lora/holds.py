@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
+from quire.adapters import LoRARequest
 from quire.config import EngineConfig
 from quire.engine.core_feature import CoreFeature
 from quire.engine.messages import EngineCoreRequest
 from quire.engine.step_loop import Clock
 from quire.errors import ValidationError
 from quire.executor.base import Executor
-from quire.lora_request import LoRARequest
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import RequestUpdate
@@ -58,7 +58,7 @@ class AdapterHolds(CoreFeature):
         Raises:
             ValidationError: adapters are not served, or another one has this name and number.
         """
-        request = message.lora_request
+        request = message.adapter_request
         if request is None or self._has(request):
             return []
         return [Hold(f"adapter {request.key}", Cause.NOT_READY, DETAIL)]

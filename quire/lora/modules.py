@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 from quire.layers.slot import FLOATS
 from quire.lora.adapted import TABLES, AdaptedModule, Kind, tensor_error
 from quire.lora.expert_modules import expert_modules, find_experts
@@ -34,7 +34,7 @@ def reading_dtype(kept: torch.dtype) -> torch.dtype:
     return torch.float32 if kept is torch.int8 else kept
 
 
-def quantize_adapter(stacks: LoraStacks, kept: torch.dtype) -> LoraStacks:
+def quantize_adapter(stacks: LowRankStacks, kept: torch.dtype) -> LowRankStacks:
     """Return stacks as stored: unchanged, or in int8, rounded to nearest, in half the memory of bfloat16.
 
     S slots, P parts of N outputs, K inputs, R ranks: a [S, P, K, R] has a scale for each of [S, P, R], as has each

@@ -16,13 +16,12 @@ from torch import Tensor
 from quire.distributed.group import Group
 from quire.errors import ModelLoadError
 from quire.kernels import ops
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 from quire.kernels.reference import tree_sum
 from quire.layers.adapter_rows import AdapterTokenRows
 from quire.layers.embedding import VocabEmbedding
 from quire.lora.adapted import TABLES, AdaptedModule, tensor_error
-from quire.lora.row_marks import marks_of
-from quire.lora.targets import AdapterTarget, Targets
+from quire.lora.targets import AdapterTarget, Targets, marks_of
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo
 
@@ -43,7 +42,7 @@ class RowNorms:
     def __init__(
         self,
         num_outputs: int,
-        scale_rows: Callable[[LoraStacks, Tensor], None],
+        scale_rows: Callable[[LowRankStacks, Tensor], None],
         group: Group | None,
         whole: str = "",
     ) -> None:
@@ -61,7 +60,7 @@ class RowNorms:
         self._magnitudes[here], self._bias[here] = magnitudes, bias
         self._is_here[here] = True
 
-    def apply(self, squares: Tensor, stacks: LoraStacks) -> None:
+    def apply(self, squares: Tensor, stacks: LowRankStacks) -> None:
         """Set the output factors in stacks of a single slot; squares [N] are sums over all inputs."""
         norms = squares.sqrt().clamp(min=_LEAST)
         factors = torch.where(self._is_here, self._magnitudes / norms, 1.0)
@@ -70,7 +69,7 @@ class RowNorms:
             stacks.offsets[0] += (1 - factors) * self._bias
 
 
-def apply_row_norms(norms: Mapping[int, RowNorms], layers: Mapping[int, LoraStacks]) -> None:
+def apply_row_norms(norms: Mapping[int, RowNorms], layers: Mapping[int, LowRankStacks]) -> None:
     """Apply norms by layer index; all layers have the same group, so one all-reduce serves all."""
     if not norms:
         return

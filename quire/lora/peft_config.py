@@ -15,14 +15,13 @@ from hashlib import sha256
 from math import sqrt
 from pathlib import Path
 
+from quire.adapters import LoRARequest
 from quire.config import ASSETS
 from quire.config.model import LoRAConfig
 from quire.errors import ModelLoadError, ValidationError
-from quire.lora_request import LoRARequest
 from quire.models.bounded_directory import user_cache
 from quire.models.checkpoint_files import TEMPLATE_FOLDER
-from quire.models.file_digests import FileDigests
-from quire.models.fingerprint import files_fingerprint
+from quire.models.file_digests import FileDigests, files_fingerprint
 from quire.models.json_object import JsonObject, read_json_object
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"

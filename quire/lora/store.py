@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quire.adapters import LoRARequest
 from quire.config.model import LoRAConfig
 from quire.errors import StartupError, ValidationError
-from quire.kernels.lora import LoraStacks, SlotMemory
+from quire.kernels.low_rank import LowRankStacks, SlotMemory
 from quire.layers.adapter_rows import AdapterEmbeddingRows, AdapterOutputRows
 from quire.lora.checkpoint import Adapter, read_adapter
 from quire.lora.peft_config import adapter_content, adapter_fingerprint, directory_of
 from quire.lora.targets import Targets
-from quire.lora_request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class AdapterSlots:
     ) -> None:
         self._upload = upload
         self._layers = targets.layers
-        self._stacks: dict[int, LoraStacks] = {}
+        self._stacks: dict[int, LowRankStacks] = {}
         self._filled: list[set[int]] = [
             set() for _ in range(num_slots)
         ]  # layers that a slot's adapter changes

@@ -11,6 +11,7 @@ import copy
 import filecmp
 from pathlib import Path
 
+from quire.adapters import LoRARequest
 from quire.config import EngineConfig
 from quire.engine.added_tokens import TokenizerSettings, read_settings
 from quire.engine.tokenizer import Tokenizer
@@ -22,7 +23,6 @@ from quire.engine.tokenizer_files import (
 )
 from quire.errors import ModelLoadError, StartupError, ValidationError
 from quire.lora.peft_config import directory_of
-from quire.lora_request import LoRARequest
 from quire.models.checkpoint_files import has_file
 
 

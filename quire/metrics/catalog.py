@@ -23,6 +23,7 @@ from prometheus_client.samples import Sample
 from quire.config.cache import CacheConfig
 from quire.media import KINDS
 
+ADAPTERS_INFO = "lora_requests_info"
 TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
     160.0, 640.0, 2560.0,
@@ -116,7 +117,7 @@ METRICS = (
     ),
     MetricInfo(
         "gauge",
-        "lora_requests_info",
+        ADAPTERS_INFO,
         "Unix time of the last change; labels: adapters of running and waiting sequences, separated by commas.",
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
     ),

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from quire.config import EngineConfig
 from quire.metrics.catalog import (
+    ADAPTERS_INFO,
     BY_NAME,
     CACHE_CONFIG_LABELS,
     ENGINE,
@@ -102,7 +103,7 @@ class PrometheusStatLogger(StatLogger):
         names = [metric.name for metric in METRICS if metric.labels[:2] == ENGINE]
         self._families = {name: make_family(name, registry, max_model_len) for name in names}
         self._cache_config = make_family("cache_config_info", registry)
-        self._lora_requests = make_family("lora_requests_info", registry)
+        self._adapters_info = make_family(ADAPTERS_INFO, registry)
         self._adapters: dict[int, AdapterStats] = {}
         updates = make_family("weight_updates", registry)
         self._weight_updates = {
@@ -125,7 +126,7 @@ class PrometheusStatLogger(StatLogger):
             metrics.record_scheduler(scheduler)
             if scheduler.adapters is not None and scheduler.adapters != self._adapters.get(core):
                 self._adapters[core] = scheduler.adapters
-                self._record_adapters(scheduler.adapters.max_loras)
+                self._record_adapters(scheduler.adapters.limit)
 
     def core_ready(self, core: int, config: EngineConfig, num_blocks: int) -> None:
         self._core(core).record_ready()
@@ -151,13 +152,13 @@ class PrometheusStatLogger(StatLogger):
     def refused(self, limit: str) -> None:
         self._rejections[limit].inc()
 
-    def _record_adapters(self, max_loras: int) -> None:
+    def _record_adapters(self, limit: int) -> None:
         """Set the single series of all cores, replacing the previous labels."""
-        self._lora_requests.clear()
+        self._adapters_info.clear()
         running = {name for one in self._adapters.values() for name in one.running}
         waiting = {name for one in self._adapters.values() for name in one.waiting}
-        labels = str(max_loras), ",".join(sorted(running)), ",".join(sorted(waiting))
-        self._lora_requests.labels(*labels).set(time.time())
+        labels = str(limit), ",".join(sorted(running)), ",".join(sorted(waiting))
+        self._adapters_info.labels(*labels).set(time.time())
 
     def _core(self, core: int) -> CoreMetrics:
         if core not in self._cores:

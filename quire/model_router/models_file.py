@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from quire.adapters import MODULES_FLAG
 from quire.config import ModelRouterConfig
 from quire.config.fields import hashed_key
 from quire.errors import ConfigError, QuireError
@@ -64,8 +65,8 @@ class ModelEntry:
 
     @property
     def other_names(self) -> tuple[str, ...]:
-        """Aliases, and the adapters of `lora-modules`, NAME=DIRECTORY each."""
-        adapters = self.options.get("lora-modules", ())
+        """Aliases, and the adapters that its flags name, NAME=DIRECTORY each."""
+        adapters = self.options.get(MODULES_FLAG.lstrip("-"), ())
         listed = [adapters] if isinstance(adapters, str) else adapters
         return (*self.aliases, *(str(one).partition("=")[0] for one in listed))
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.adapters import MODULES_FLAG
 from quire.config.arch import ModelArch, Multimodal
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 from quire.models.architectures import architecture_kind
@@ -130,15 +131,15 @@ def config_json(model_dir: Path, overrides: dict[str, Any]) -> JsonObject:
 
 
 def _report_adapter(model_dir: Path, path: Path) -> None:
-    """Log an adapter's config, which is used with --lora-modules only."""
+    """Log an adapter's config, which is used where it is served as an adapter only."""
     if path.is_file():
-        logger.warning("%s: the adapter is not applied; serve it with --lora-modules", model_dir / _ADAPTER)
+        logger.warning("%s: the adapter is not applied; serve it with %s", model_dir / _ADAPTER, MODULES_FLAG)
         return
     base = read_json_object(model_dir / _ADAPTER).get("base_model_name_or_path")
     raise ModelLoadError(
         f"{model_dir} has {_ADAPTER} and no config.json: it is an adapter, of "
         f"{base or 'a model that it does not name'}; give that as the model, and the adapter with "
-        f"--lora-modules NAME={model_dir}"
+        f"{MODULES_FLAG} NAME={model_dir}"
     )
 
 

@@ -14,7 +14,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.config.engine import engine_fields
 from quire.config.fields import flag_of
-from quire.models.fingerprint import checkpoint_fingerprint
+from quire.models.file_digests import checkpoint_fingerprint
 
 PER_HOST_FIELDS = frozenset(
     {

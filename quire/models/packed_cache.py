@@ -28,7 +28,7 @@ from quire.layers.base import Layer
 from quire.layers.matrix import MatrixLayer
 from quire.models.base import CausalLM
 from quire.models.bounded_directory import BoundedDirectory
-from quire.models.fingerprint import files_fingerprint
+from quire.models.file_digests import files_fingerprint
 from quire.models.safetensors_file import DTYPES, SafetensorsFile
 from quire.models.weight_files import all_weight_files
 from quire.version import __version__

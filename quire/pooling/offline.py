@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import msgspec
 
+from quire.adapters import LoRARequest
 from quire.engine.prompt_forms import TokenizedPrompt, parts_of
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.offline import OfflineEngine, as_prompts, per_prompt
 from quire.errors import ValidationError
 from quire.inputs import DataPrompt, PromptType
 from quire.io_processors import IOProcessor, make_io_processor
-from quire.lora_request import LoRARequest
 from quire.pooling.inputs import Compose, PoolingInputs
 from quire.pooling.outputs import (
     ClassificationRequestOutput,

@@ -11,6 +11,8 @@ import enum
 
 import msgspec
 
+from quire.adapters import LIMIT_FLAG
+
 
 class Cause(enum.Enum):
     """Cause that keeps a request from being computed at full speed; the value is the sentence for a person."""
@@ -19,7 +21,7 @@ class Cause(enum.Enum):
     TOKEN_BUDGET = "for room in the step's token budget"
     SEQUENCE_CAP = "for a place among the running requests (--max-num-seqs)"
     BLOCKS = "for KV cache blocks, short by {}"
-    ADAPTER = "for one of the adapters in use to be done with (--max-loras)"
+    ADAPTER = f"for one of the adapters in use to be done with ({LIMIT_FLAG})"
     SHARED_PROMPT = "for the prompt that it shares to be computed"
     NOT_READY = "for {} to be ready"
     ENCODER_ROOM = "for room among the embeddings of other requests (--encoder-cache-gb)"

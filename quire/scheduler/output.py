@@ -17,7 +17,7 @@ from quire.media import MediaItem
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
-STEP_PROTOCOL_VERSION = 12
+STEP_PROTOCOL_VERSION = 13
 
 BlockIds = list[list[int]]  # Block ids of one request: one list per KV cache group.
 
@@ -27,7 +27,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
 
     `token_ids` are all known tokens: `num_prompt_tokens` prompt tokens, then those generated before a preemption.
     `block_ids` are all its blocks, and the first `num_computed_tokens` tokens are in the cache already. The worker has
-    loaded the adapter of `lora_request`; running requests use at most `max_loras` different adapters. A request with
+    loaded the adapter of `adapter_request`; running requests use at most `max_adapters` different ones. A request with
     `pooling_params` samples nothing, whatever `sampling_params` say, and gets its pooled prompt. Tokens from
     `second_text_start` on belong to a second text (token type 1); the first `instruction_length` tokens are computed
     but not pooled. `owner` is (tenant, cache salt): its generated text may speed up other requests of the same owner
@@ -45,7 +45,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     second_text_start: int | None = None
     instruction_length: int | None = None
     owner: tuple[str, str | None] = ("", None)
-    lora_request: AdapterRequest | None = None
+    adapter_request: AdapterRequest | None = None
     media: list[MediaItem] = []
 
 
@@ -236,7 +236,7 @@ class AdapterStats(msgspec.Struct, frozen=True):
 
     running: list[str]
     waiting: list[str]
-    max_loras: int
+    limit: int
 
 
 class TransferStats(msgspec.Struct, omit_defaults=True):
@@ -324,7 +324,7 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     host_cache_usage: float = 0.0  # Fraction of the host blocks that swapped requests hold.
     num_held: int = 0  # Waiting requests that are held by something else than a place in the batch.
     spec_decoding: SpecDecodingStats | None = None  # None: there were no drafts.
-    adapters: AdapterStats | None = None  # None: LoRA is disabled.
+    adapters: AdapterStats | None = None  # None: adapters are disabled.
     store: StoreStats | None = None  # None: there is no --kv-store.
     encoder: EncoderStats | None = None  # None: no request had an image.
     transfer: TransferStats | None = None  # None: there is no --kv-transfer-config.

@@ -55,7 +55,7 @@ class Request:
         num_steps_in_flight: steps with a chunk of this request that have not come back.
         num_cached_tokens: tokens found in the prefix cache when the request first ran.
         block_hashes: hashes of the first full blocks, for the KV cache manager.
-        lora_request: its LoRA adapter.
+        adapter_request: its adapter.
         media: items whose embeddings fill positions of the prompt.
         parent: request whose computed tokens it shares, while that may save work (`quire.scheduler.scheduler`).
         num_beams, beam: beam index of a beam search; retained when it finishes (`quire.scheduler.queues`).
@@ -72,6 +72,7 @@ class Request:
     # Slots keep access fast: 30 attributes exceed CPython's shared-key instance layout.
     __slots__ = (
         "_status",
+        "adapter_request",
         "arrival_time",
         "beam",
         "block_hashes",
@@ -81,7 +82,6 @@ class Request:
         "finish_reason",
         "fork_of",
         "instruction_length",
-        "lora_request",
         "media",
         "num_beams",
         "num_cached_tokens",
@@ -130,7 +130,7 @@ class Request:
         beam: int = 0,
         second_text_start: int | None = None,
         instruction_length: int | None = None,
-        lora_request: AdapterRequest | None = None,
+        adapter_request: AdapterRequest | None = None,
         media: Sequence[MediaItem] = (),
     ) -> None:
         self.request_id = request_id
@@ -150,9 +150,9 @@ class Request:
         self.beam = beam
         self.parent: Request | None = None
         self.starts_over = False
-        self.lora_request = lora_request
+        self.adapter_request = adapter_request
         self.media = list(media)
-        adapter = None if lora_request is None else lora_request.cache_key
+        adapter = None if adapter_request is None else adapter_request.cache_key
         self.extra_keys = extra_keys(cache_salt, adapter, self.media)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0
@@ -192,8 +192,8 @@ class Request:
 
     @property
     def adapter(self) -> str | None:
-        """Key of the LoRA adapter; None without one."""
-        return None if self.lora_request is None else self.lora_request.key
+        """Key of the adapter; None without one."""
+        return None if self.adapter_request is None else self.adapter_request.key
 
     @property
     def reads_prefix_cache(self) -> bool:

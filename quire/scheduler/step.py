@@ -97,7 +97,7 @@ class StepPlan:
             second_text_start=request.second_text_start,
             instruction_length=request.instruction_length,
             owner=(request.tenant, request.cache_salt),
-            lora_request=request.lora_request,
+            adapter_request=request.adapter_request,
             media=request.media,
         )
         self._new_requests.append(data)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.config.device import ParallelConfig
-from quire.config.model import LoRAConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.speculative import MEDUSA, MTP, SpeculativeConfig
 from quire.engine.file_states import states_of
@@ -48,11 +47,10 @@ def draft_model_config(config: EngineConfig) -> EngineConfig:
         hf_overrides={},
     )
     return dataclasses.replace(
-        config,
+        config.without_adapters(),
         model=own,
         parallel=unsharded(config.parallel),
         quantization=QuantizationConfig(settings.quantization),
-        lora=LoRAConfig(),
         speculative=SpeculativeConfig(),
     )
 
@@ -139,14 +137,13 @@ def with_draft_heads(config: EngineConfig) -> EngineConfig:
     shape = read_draft_heads(method, model_dir, config.arch)
     assert shape.draft is not None, "draft heads have a DraftArch"
     heads = dataclasses.replace(
-        config,
+        config.without_adapters(),
         model=dataclasses.replace(config.model, model=model or config.model.model, revision=None),
         model_dir=str(model_dir),
         model_arch=shape,
         model_class=HEADS[method].model,
         parallel=unsharded(config.parallel),
         quantization=QuantizationConfig(quantization),
-        lora=LoRAConfig(),
         speculative=SpeculativeConfig(),
     )
     heads = dataclasses.replace(heads, files=states_of(heads))

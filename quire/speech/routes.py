@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from quire.adapters import adapter_terms
 from quire.entrypoints.openai.connection import KeepAlive
 from quire.entrypoints.openai.errors import frame_of, json_response, own_id_of, request_id_of
 from quire.entrypoints.openai.families import EndpointFamily, ServerFeature
@@ -86,7 +87,7 @@ class _Work:
         terms: dict[str, Any] = {
             "priority": body.priority,
             "tenant": tenant_of(self.request, body),
-            "lora_request": self.server.adapters.get(self.model),
+            **adapter_terms(self.server.adapters.get(self.model)),
             "timeout_s": body.time_left(),
             "trace_headers": body.trace_headers,
             "data_parallel_rank": body.replica,

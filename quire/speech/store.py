@@ -19,7 +19,7 @@ from quire.errors import UnavailableError, ValidationError
 from quire.multimodal.arrays import write_arrays
 from quire.multimodal.door.files import MediaFiles
 from quire.multimodal.door.layout import PlaceholderLayout
-from quire.processes import exit_reason, start_python
+from quire.processes import ONE_THREAD, exit_reason, start_python
 from quire.speech.audio import Sound, decode, write_samples
 from quire.speech.features import log_mel
 from quire.speech.requests import WindowAudio
@@ -27,7 +27,6 @@ from quire.speech.vocabulary import SpeechVocabulary
 from quire.speech.voice import load_detector, voiced_windows
 from quire.speech.wav import read_header
 from quire.speech.windows import PcmFile, Window, windows_of
-from quire.structured_output.checker import ONE_THREAD
 
 CACHE_BYTES = 256 * 2**20
 FEATURES = "input_features"

@@ -26,7 +26,10 @@ from typing import IO, Any
 import msgspec
 
 from quire.errors import ValidationError
-from quire.processes import limit_memory
+from quire.json_schema.schema import Path as SchemaPath
+from quire.json_schema.schema import pointer
+from quire.json_schema.structural_tag import at_origin, from_fields
+from quire.processes import limit_memory, read_frame, write_frame
 from quire.structured_output.backend import (
     DEAD_END,
     Grammar,
@@ -42,13 +45,8 @@ from quire.structured_output.checker import (
     CheckRequest,
     CheckResult,
     is_stopped,
-    read_frame,
-    write_frame,
 )
 from quire.structured_output.normalize import FLEXIBLE_SPACE
-from quire.structured_output.schema import Path as SchemaPath
-from quire.structured_output.schema import pointer
-from quire.structured_output.structural_tag import at_origin, from_fields
 from quire.structured_output.vocabulary import MaskBudget
 from quire.structured_outputs_params import StructuredOutputsParams
 from quire.vocabulary import BYTES_END, Vocabulary

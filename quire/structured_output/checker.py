@@ -12,7 +12,6 @@ import contextlib
 import os
 import select
 import signal
-import struct
 import subprocess
 import threading
 import time
@@ -22,12 +21,11 @@ from typing import IO
 import msgspec
 
 from quire.errors import UnavailableError, ValidationError
-from quire.processes import start_python
+from quire.processes import ONE_THREAD, read_frame, start_python, write_frame
 from quire.structured_output.backends import AUTO
 from quire.structured_output.turns import FairTurns, Turn
 from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings, invalid
 
-SIZE = struct.Struct("<I")
 WALL_FACTOR = (
     30.0  # wall time over CPU time; a loose backstop, because a busy machine gives a check little CPU
 )
@@ -66,17 +64,6 @@ class CheckResult(msgspec.Struct, array_like=True, frozen=True):
 INTERRUPTED = CheckResult(was_interrupted=True)
 
 
-def read_frame(stream: IO[bytes]) -> bytes | None:
-    """Return the next frame; None at the end of the stream."""
-    head = stream.read(SIZE.size)
-    return stream.read(SIZE.unpack(head)[0]) if len(head) == SIZE.size else None
-
-
-def write_frame(stream: IO[bytes], frame: bytes) -> None:
-    stream.write(SIZE.pack(len(frame)) + frame)
-    stream.flush()
-
-
 def is_stopped(child: int) -> bool:
     """Return whether a child was stopped by a signal; False where the system cannot tell."""
     if not hasattr(os, "waitid"):
@@ -87,7 +74,6 @@ def is_stopped(child: int) -> bool:
         return False
 
 
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # library threads do not survive a fork
 GRACE_S = 5.0  # time that a checker gets beyond its deadline
 START_S = 120.0  # time to start on a busy machine; imports take seconds on an idle one
 MAX_WAIT_S = 30.0  # wait for a turn, but at least the time of two checks

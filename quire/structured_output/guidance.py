@@ -18,8 +18,8 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
+from quire.json_schema.structural_tag import Format, TagWriter, format_of
 from quire.structured_output.backend import DEAD_END, Grammar, GrammarBackend, GrammarError, Masks, Matcher
-from quire.structured_output.structural_tag import Format, TagWriter, format_of
 from quire.structured_output.vocabulary import LongestTokens
 from quire.structured_outputs_params import StructuredOutputsParams
 from quire.vocabulary import Vocabulary

@@ -8,7 +8,7 @@ the limits here; `Checker` finds out whether it compiles within time and memory.
 from __future__ import annotations
 
 from quire.errors import ValidationError
-from quire.structured_output.schema import (
+from quire.json_schema.schema import (
     MAX_SCHEMA_BYTES,
     Path,
     dump_json,
@@ -16,7 +16,7 @@ from quire.structured_output.schema import (
     parse_json,
     pointer,
 )
-from quire.structured_output.structural_tag import normalize_tag
+from quire.json_schema.structural_tag import normalize_tag
 from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings, invalid
 
 MAX_GRAMMAR_BYTES = MAX_SCHEMA_BYTES

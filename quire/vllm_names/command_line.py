@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.errors import ConfigError
 from quire.vllm_names.option_values import translated_value
-from quire.vllm_names.options import OPTIONS
+from quire.vllm_names.options import NAMED_PATHS, OPTIONS
 from quire.vllm_names.row import NameRow, Table, Takes, flag_of, translated
 from quire.vllm_names.server_options import SERVER_OPTIONS
 
@@ -152,10 +152,10 @@ def _take_own(flag: OwnFlag, name: str, values: list[str], rest: list[str], pars
 
 def _list_of(option: str, value: str) -> list[str]:
     """Return the entries of one value of a list, which vLLM may write as JSON."""
-    if option == "lora_modules" and value.startswith("{"):
+    if option in NAMED_PATHS and value.startswith("{"):
         module = _json(flag_of(option), value)
         if not isinstance(module.get("name"), str) or not isinstance(module.get("path"), str):
-            raise ConfigError(f'--lora-modules needs "name" and "path" (or NAME=DIRECTORY), got {value}')
+            raise ConfigError(f'{flag_of(option)} needs "name" and "path" (or NAME=DIRECTORY), got {value}')
         return [f"{module['name']}={module['path']}"]
     entries = _scalar(value) if value.startswith('["') else None
     return list(map(str, entries)) if isinstance(entries, list) else [value]

@@ -19,7 +19,7 @@ from quire.vllm_names.row import suggestion
 
 _ARGS = {"EngineArgs": "quire.config:EngineArgs", "AsyncEngineArgs": "quire.config:EngineArgs"}
 _ASYNC = "quire.engine.async_llm:AsyncLLM"
-_PARSER = "quire.vllm_names.argument_parser:FlexibleArgumentParser"
+_PARSER = "quire.vllm_names.functions:FlexibleArgumentParser"
 _LOGPROBS = {
     "Logprob": "quire.outputs:Logprob",
     "FlatLogprobs": "quire.outputs:FlatLogprobs",
@@ -85,8 +85,9 @@ PRESENT: Mapping[str, Mapping[str, str]] = {
     "quire.inputs.data": _INPUTS,
     "quire.logger": {"init_logger": "logging:getLogger"},
     "quire.logprobs": _LOGPROBS,
-    "quire.lora.request": {"LoRARequest": "quire.lora_request:LoRARequest"},
-    "quire.lora.resolver": {"LoRAResolver": "quire.lora_resolvers:LoRAResolver"},
+    "quire.lora.request": {"LoRARequest": "quire.adapters:LoRARequest"},
+    "quire.lora_request": {"LoRARequest": "quire.adapters:LoRARequest"},
+    "quire.lora_resolvers": {"LoRAResolver": "quire.lora.resolver:LoRAResolver"},
     "quire.model_executor.models": {"ModelRegistry": "quire.models.registry:ModelRegistry"},
     "quire.model_executor.models.registry": {"ModelRegistry": "quire.models.registry:ModelRegistry"},
     "quire.outputs": _POOLED,

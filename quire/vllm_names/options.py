@@ -246,3 +246,6 @@ OPTIONS = table_of(
     *_OBSERVABILITY,
 )
 """Rows by vLLM's name, with underscores."""
+
+NAMED_PATHS = frozenset({"lora_modules"})
+"""Options with entries NAME=DIRECTORY, which vLLM also writes as objects of name and path."""

@@ -24,9 +24,9 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
 from quire.kernels.attention_metadata import GroupMetadata
 from quire.kernels.triton import batch as kernels
-from quire.kernels.triton import compiles
 from quire.kernels.triton.batch import StagedStep
 from quire.kernels.triton.copies import copy_blocks
+from quire.kernels.triton.launch import watch_compiles
 from quire.layers.kv_cache import why_not_captured
 from quire.layers.step import StepContext
 from quire.processes import collect_garbage
@@ -405,7 +405,7 @@ class DevicePipeline:
         if self._room is not None and (self._captures_at_start or self._is_rehearsal):
             self._room.capture_all(only_largest=not self._captures_at_start)
         if not self._is_rehearsal:
-            compiles.watch(_warn_late_compile)
+            watch_compiles(_warn_late_compile)
 
     def _captured_shape(self, layout: StepLayout) -> GraphShape | None:
         """Return the shape of the step's graph, captured now if needed; None: the step runs eagerly."""
@@ -557,7 +557,7 @@ class GpuDevice:
                 f"the driver and install a build of torch for {self._type} (https://pytorch.org/get-started/locally)"
             )
         self._module.set_device(self._torch_device)
-        compiles.watch(None)
+        watch_compiles(None)
         check_compiler(self._torch_device)
         asked = config.kernels.matmul_precision
         torch.set_float32_matmul_precision("highest" if asked == "auto" else asked)

@@ -17,6 +17,7 @@ from quire.batch.client import AppClient, answer_all
 from quire.batch.line_file import LineFile, partial_of
 from quire.batch.lines import (
     AnswerLines,
+    Counts,
     Earlier,
     LineReader,
     answer_line,
@@ -24,7 +25,6 @@ from quire.batch.lines import (
     opened_output,
     opened_stream,
 )
-from quire.batch.summary import Counts
 from quire.config import ServerConfig
 from quire.entrypoints.openai.app import build_app
 from quire.errors import ConfigError

@@ -8,7 +8,7 @@ from quire.distributed.agreement import check_same, check_same_word
 from quire.distributed.group import Group
 from quire.distributed.in_process import InProcess
 from quire.errors import StartupError
-from quire.models.fingerprint import EDGE_BYTES, checkpoint_fingerprint
+from quire.models.file_digests import EDGE_BYTES, checkpoint_fingerprint
 
 
 def test_ranks_that_differ_are_named_with_what_differs() -> None:

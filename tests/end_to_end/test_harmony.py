@@ -19,8 +19,8 @@ from quire.entrypoints.chat.formats.harmony import MARKERS
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.tool_grammar import Calls, Function
+from quire.json_schema.structural_tag import as_tag
 from quire.outputs import ChatAnswer
-from quire.structured_output.structural_tag import as_tag
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
 PROMPT = "<|start|>user<|message|>Hi.<|end|><|start|>assistant"

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from quire.adapters import LoRARequest
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
-from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_extras import DryBreaker
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, ThinkingMarkers

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.adapters import LoRARequest
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest, EngineCoreRequest, UtilityCall, UtilityResult
 from quire.engine.startup import prepare
 from quire.errors import ValidationError
-from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 
 NUM_STREAMS = 16

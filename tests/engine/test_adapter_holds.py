@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.adapters import LoRARequest
 from quire.config import EngineConfig
 from quire.config.model import LoRAConfig
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ValidationError
 from quire.lora.holds import AdapterHolds
-from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate
 
@@ -64,7 +64,7 @@ class Requests:
 
 
 def message_with(adapter: LoRARequest) -> EngineCoreRequest:
-    return EngineCoreRequest("one", [1], SamplingParams(), 0.0, lora_request=adapter)
+    return EngineCoreRequest("one", [1], SamplingParams(), 0.0, adapter_request=adapter)
 
 
 class Setting:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from quire.adapters import LoRARequest
 from quire.config import EngineConfig
 from quire.engine.startup import load_tokenizer, prepare
 from quire.engine.tokenizer_cache import TokenizerCache
 from quire.errors import ValidationError
-from quire.lora_request import LoRARequest
 from tests.fixtures.tiny_models import VOCAB_SIZE, write_tiny_tokenizer
 from tests.lora.own_texts import FIRST_FREE, added, write_own_tokenizer
 

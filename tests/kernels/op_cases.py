@@ -29,7 +29,7 @@ from quire.kernels.linear import (
     RowQuantization,
     WeightScheme,
 )
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 from quire.lora.modules import quantize_adapter
 from tests.kernels.state_batches import state_batch
 
@@ -445,8 +445,8 @@ def expert_adapters(num_adapters: int, of: ExpertWeights) -> ExpertAdapters:
     """Random ones of experts."""
     inner, hidden = of.down[0].inputs, of.down[0].outputs
     return ExpertAdapters(
-        lora_stacks(num_adapters * len(of), [inner, inner], hidden, 16),
-        lora_stacks(num_adapters * len(of), [hidden], inner, 32),
+        low_rank_stacks(num_adapters * len(of), [inner, inner], hidden, 16),
+        low_rank_stacks(num_adapters * len(of), [hidden], inner, 32),
     )
 
 
@@ -530,7 +530,7 @@ def write_latents(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 @cases
-def lora_linear(dtype: torch.dtype) -> Iterator[Arguments]:
+def low_rank_linear(dtype: torch.dtype) -> Iterator[Arguments]:
     """No rows, none with an adapter, some alone and in runs; parts of any size, adapters of any rank, 0 included."""
     for inputs, parts, max_rank in [
         (1, [1], 16),
@@ -539,20 +539,20 @@ def lora_linear(dtype: torch.dtype) -> Iterator[Arguments]:
         (300, [280, 7], 48),
     ]:
         for kept in {dtype, torch.float32, torch.int8}:
-            adapters = lora_stacks(3, parts, inputs, max_rank, kept)
+            adapters = low_rank_stacks(3, parts, inputs, max_rank, kept)
             for slots in ([], [-1, -1], [2], [0, 0, 2, -1, 1, 1, 1, 1, 1], [2] * 7 + [-7] + [0] * 5):
                 rows = torch.tensor(slots, dtype=torch.int32)
                 out = randn(len(slots), sum(parts), dtype=dtype)
                 yield (out, randn(len(slots), inputs, dtype=dtype), rows, adapters), {}
 
 
-def lora_stacks(
+def low_rank_stacks(
     num_slots: int, parts: list[int], inputs: int, max_rank: int, dtype: torch.dtype = torch.float32
-) -> LoraStacks:
+) -> LowRankStacks:
     """Slots full of random adapters; what lies behind an adapter's ranks is NaN, or whatever integers are instead."""
     if dtype is torch.int8:
-        return quantize_adapter(lora_stacks(num_slots, parts, inputs, max_rank), dtype)
-    stacks = LoraStacks.empty(num_slots, parts, inputs, max_rank, dtype, torch.device("cpu"))
+        return quantize_adapter(low_rank_stacks(num_slots, parts, inputs, max_rank), dtype)
+    stacks = LowRankStacks.empty(num_slots, parts, inputs, max_rank, dtype, torch.device("cpu"))
     stacks.scales.copy_(torch.rand(stacks.scales.shape) * 2)
     stacks.ranks.copy_(torch.randint(0, stacks.a.shape[-1] + 1, stacks.ranks.shape))
     stacks.affine.copy_(torch.randint(0, 2, stacks.affine.shape))
@@ -882,7 +882,7 @@ def move(value: Any, device: str) -> Any:
     if isinstance(value, PackedWeight):
         names = ("data", "scales", "zeros")
         return replace(value, **{name: move(getattr(value, name), device) for name in names})
-    if isinstance(value, LoraStacks):
+    if isinstance(value, LowRankStacks):
         names = ("a", "b", "scales", "ranks", "affine", "factors", "offsets")
         return replace(value, **{name: move(getattr(value, name), device) for name in names})
     if isinstance(value, ExpertWeights):

@@ -28,7 +28,7 @@ from quire.kernels import triton as package
 from quire.kernels.attention_metadata import ANY_LIMITS, NO_LIMITS, AttentionMetadata
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.linear import WeightScheme
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 from quire.kernels.triton import (
     attention,
     batch,
@@ -40,7 +40,7 @@ from quire.kernels.triton import (
     launch,
     linear,
     logprobs,
-    lora,
+    low_rank,
     recurrence,
     rotary,
     sampling,
@@ -182,10 +182,10 @@ def _odd_linears(size: int) -> Launches:
 
 
 def _adapters(size: int, parts: list[int]) -> Launches:
-    stacks = LoraStacks.empty(4, parts, 768, 16, torch.bfloat16, META)
+    stacks = LowRankStacks.empty(4, parts, 768, 16, torch.bfloat16, META)
     for first in (0, 1, 2, 4):
         slots = empty(first + size, dtype=torch.int32)[first:]
-        yield partial(lora.lora_linear, empty(size, sum(parts)), empty(size, 768), slots, stacks)
+        yield partial(low_rank.low_rank_linear, empty(size, sum(parts)), empty(size, 768), slots, stacks)
 
 
 def _experts(size: int) -> Launches:
@@ -201,7 +201,9 @@ def _experts(size: int) -> Launches:
 def _adapted_experts(size: int) -> Launches:
     count, rows = 16, empty(size, 128)
     of = ExpertWeights(*((packed(SCHEMES[0], outputs, 128),) * count for outputs in (256, 128)))
-    stacks = (LoraStacks.empty(2 * count, [outputs], 128, 16, torch.bfloat16, META) for outputs in (256, 128))
+    stacks = (
+        LowRankStacks.empty(2 * count, [outputs], 128, 16, torch.bfloat16, META) for outputs in (256, 128)
+    )
     chosen, weights = empty(size, 4, dtype=torch.int32), empty(size, 4, dtype=torch.float32)
     yield partial(
         experts.experts, rows, chosen, weights, of, empty(size, dtype=torch.int32), ExpertAdapters(*stacks)

@@ -24,7 +24,7 @@ from quire.kernels.attention_metadata import GroupMetadata
 from quire.kernels.cpu import library
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import PackedWeight, WeightScheme
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 from tests.fixtures.folded import folded
 from tests.kernels.op_cases import (
     CASES,
@@ -51,7 +51,7 @@ dtypes = st.sampled_from((torch.float32, torch.bfloat16, torch.float16))
 seeds = st.integers(0, 2**32)
 REFUSALS = (ValueError, TypeError, IndexError)
 IN_CPP = [name for name in library.SIGNATURES if name in ops.TABLE]
-MadeOfTensors = PackedWeight | GroupMetadata | LoraStacks
+MadeOfTensors = PackedWeight | GroupMetadata | LowRankStacks
 
 
 def kernel(name: str) -> Callable[..., Any]:

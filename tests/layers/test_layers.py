@@ -9,7 +9,7 @@ from torch import nn
 
 from quire.kernels import ops
 from quire.kernels.linear import WeightScheme
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 from quire.layers.activation import GATED, PLAIN
 from quire.layers.attention import slopes
 from quire.layers.base import Layer
@@ -67,7 +67,7 @@ def test_activation_follows_the_matmul_and_the_adapters_sum(loaded: bool) -> Non
         fill(layer, "up")
         if loaded:
             layer.finish_loading()
-        layer.adapters = LoraStacks.empty(2, (24,), 20, 16, F32, torch.device("cpu"))
+        layer.adapters = LowRankStacks.empty(2, (24,), 20, 16, F32, torch.device("cpu"))
         layer.adapters.a.normal_()
         layer.adapters.b.normal_()
         layer.adapters.scales.fill_(1.0)

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quire import LLM
+from quire.adapters import LoRARequest
 from quire.config import EngineConfig
 from quire.engine.startup import prepare
 from quire.errors import ModelLoadError, ValidationError
 from quire.kernels import cpu
 from quire.lora.checkpoint import read_adapter
 from quire.lora.targets import Targets
-from quire.lora_request import LoRARequest
 from quire.models.loader import load_model
 from tests.end_to_end.test_pooled_models import CUT, assert_close, hidden_states, prompts
 from tests.fixtures.pooled import pool, pooling_core, write_model

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire import LLM, LoRARequest, SamplingParams
 from quire.errors import ConfigError
 from quire.kernels import ops
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 from quire.lora.checkpoint import read_adapter
 from quire.lora.modules import quantize_adapter
 from quire.lora.store import AdapterSlots
@@ -28,7 +28,7 @@ from tests.models.test_parity import prompts
 PARTS, INPUTS = [40, 3, 77], 50
 
 
-def product(stacks: LoraStacks, slot: int, part: int) -> Tensor:
+def product(stacks: LowRankStacks, slot: int, part: int) -> Tensor:
     """Return the output that a part of an adapter adds for each input, [K, N of the part]."""
     rank = int(stacks.ranks[slot, part])
     first = stacks.a[slot, part, :, :rank].float() * stacks.scales[slot, part, :rank]
@@ -53,13 +53,13 @@ def test_adapter_error_is_bounded_by_both_quantization_steps() -> None:
 
 
 def test_zero_adapter_stays_zero() -> None:
-    empty = LoraStacks.empty(1, (8, 4), 6, 16, torch.float32, torch.device("cpu"))
+    empty = LowRankStacks.empty(1, (8, 4), 6, 16, torch.float32, torch.device("cpu"))
     empty.ranks.fill_(5)
     empty.scales.fill_(2.0)
     integers = quantize_adapter(empty, torch.int8)
     assert bool(integers.scales.isfinite().all())
     out = torch.ones(1, 12)
-    ops.lora_linear(out, torch.ones(1, 6), torch.zeros(1, dtype=torch.int32), integers)
+    ops.low_rank_linear(out, torch.ones(1, 6), torch.zeros(1, dtype=torch.int32), integers)
     assert bool((out == 1).all())
 
 

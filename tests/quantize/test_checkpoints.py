@@ -148,7 +148,7 @@ def test_models_run_from_what_is_written(
 @pytest.mark.more
 def test_the_model_in_the_box_bears_gptq_better_than_rounding(tmp_path: Path) -> None:
     from quire.models.checkpoint import resolve_model_dir
-    from quire.quantize.texts import CHATS
+    from quire.quantize.calibration import CHATS
 
     box = resolve_model_dir("quire-demo", None, None)
     chats = {"calibration": CHATS, "num_sequences": 24}
@@ -167,7 +167,7 @@ def test_the_model_in_the_box_bears_gptq_better_than_rounding(tmp_path: Path) ->
 def load_ids(box: Path) -> list[int]:
     """A dialogue that the texts in the box do not have among the first."""
     from quire.engine.tokenizer import Tokenizer
-    from quire.quantize.texts import CHATS, read_sequences
+    from quire.quantize.calibration import CHATS, read_sequences
 
     sequences = read_sequences(CHATS, Tokenizer.from_dir(box), 40, 256)
     return [token for sequence in sequences[30:32] for token in sequence]

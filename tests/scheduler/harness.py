@@ -30,10 +30,10 @@ from quire.scheduler.scheduler import Scheduler
 VOCAB_SIZE = 40
 REQUEST_FIELDS = (
     "eos_token_ids", "cache_salt", "priority", "tenant", "fork_of", "pooling_params", "output_token_ids", "num_beams",
-    "beam", "second_text_start", "lora_request", "media",
+    "beam", "second_text_start", "adapter_request", "media",
 )  # fmt: skip
 
-ALONE_FIELDS = ("eos_token_ids", "cache_salt", "pooling_params", "lora_request", "media")
+ALONE_FIELDS = ("eos_token_ids", "cache_salt", "pooling_params", "adapter_request", "media")
 """Those that a request has in an engine of its own, too."""
 
 
@@ -109,8 +109,8 @@ class Engine:
             sampling_params=SamplingParams(**{"max_tokens": 8, **fields}),
             **own,
         )
-        if request.lora_request is not None:
-            self.executor.prepare_adapter(request.lora_request)
+        if request.adapter_request is not None:
+            self.executor.prepare_adapter(request.adapter_request)
         self.executor.encode_media(request.media, math.inf)
         self.scheduler.add_request(request, self.now, [Hold(key, detail=key) for key in lacks])
         self.requests[request_id], self.updates[request_id] = request, []
@@ -225,8 +225,8 @@ def run_alone(request: Request, config: EngineConfig) -> RequestUpdate:
     params = request.sampling_params
     own = {name: getattr(request, name) for name in ALONE_FIELDS}
     copy = Request(request_id="r", prompt_token_ids=request.prompt_token_ids, sampling_params=params, **own)
-    if request.lora_request is not None:
-        engine.executor.prepare_adapter(request.lora_request)
+    if request.adapter_request is not None:
+        engine.executor.prepare_adapter(request.adapter_request)
     engine.executor.encode_media(request.media, math.inf)
     engine.requests["r"], engine.updates["r"], engine.lacks["r"] = copy, [], set()
     engine.scheduler.add_request(copy, engine.now)

@@ -4,8 +4,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.adapters import LoRARequest
 from quire.kv_cache.events import BlockStored
-from quire.lora_request import LoRARequest
 from tests.scheduler.harness import Engine, make_config
 from tests.scheduler.test_explain import explain, shares, steps
 
@@ -19,7 +19,7 @@ def engine_for(max_loras: int, **config: object) -> Engine:
 def test_request_waits_while_all_adapter_slots_are_taken() -> None:
     engine = engine_for(1)
     for name, adapter in (("one", A), ("same", A), ("other", B), ("plain", None)):
-        engine.add(name, [1, 2], max_tokens=4, lora_request=adapter)
+        engine.add(name, [1, 2], max_tokens=4, adapter_request=adapter)
     steps(engine, 3)
     assert (explain(engine, "same").cause, explain(engine, "other").cause) == (None, "adapter")
     assert shares(engine, "other") == {"next_step": 1, "adapter": 2}
@@ -29,12 +29,12 @@ def test_request_waits_while_all_adapter_slots_are_taken() -> None:
 
 def test_adapters_that_go_on_coming_do_not_keep_another_out() -> None:
     engine = engine_for(2)
-    engine.add("a", [1, 2], lora_request=A)
-    engine.add("b", [1, 2], lora_request=B)
+    engine.add("a", [1, 2], adapter_request=A)
+    engine.add("b", [1, 2], adapter_request=B)
     engine.step()
-    engine.add("c", [1, 2], lora_request=C)
+    engine.add("c", [1, 2], adapter_request=C)
     for number in range(30):
-        engine.add(f"later-{number}", [1, 2], lora_request=(A, B)[number % 2])
+        engine.add(f"later-{number}", [1, 2], adapter_request=(A, B)[number % 2])
         engine.step()
     assert engine.requests["c"].is_finished
 
@@ -42,7 +42,7 @@ def test_adapters_that_go_on_coming_do_not_keep_another_out() -> None:
 def test_request_without_adapter_passes_those_waiting_for_a_slot() -> None:
     engine = engine_for(1, max_num_seqs=6)
     for name, adapter in (("a", A), ("b", B), ("c", C), ("plain", None), ("a-again", A), ("b-again", B)):
-        engine.add(name, [1, 2], max_tokens=8, lora_request=adapter)
+        engine.add(name, [1, 2], max_tokens=8, adapter_request=adapter)
     engine.step()
     engine.step()
     causes = {name: explain(engine, name).cause for name in engine.requests}
@@ -68,7 +68,9 @@ def test_none_is_passed_by_more_than_may_run(
 ) -> None:
     engine = engine_for(max_loras, scheduling_policy=policy)
     for number, (adapter, num_tokens, num_steps) in enumerate(arrivals):
-        engine.add(str(number), [1, 2], max_tokens=num_tokens, lora_request=adapter, tenant=f"{number % 2}")
+        engine.add(
+            str(number), [1, 2], max_tokens=num_tokens, adapter_request=adapter, tenant=f"{number % 2}"
+        )
         for _ in range(num_steps):
             engine.step()
     engine.drain()
@@ -83,13 +85,13 @@ def test_none_is_passed_by_more_than_may_run(
 
 def test_urgent_request_takes_an_adapter_slot_only_if_it_starts() -> None:
     engine = engine_for(1, scheduling_policy="priority")
-    engine.add("first", [1, 2], max_tokens=8, priority=0, lora_request=A)
-    engine.add("last", [1, 2], max_tokens=8, priority=9, lora_request=A)
+    engine.add("first", [1, 2], max_tokens=8, priority=0, adapter_request=A)
+    engine.add("last", [1, 2], max_tokens=8, priority=9, adapter_request=A)
     engine.step()
-    engine.add("middle", [1, 2], max_tokens=2, priority=5, lora_request=B)
+    engine.add("middle", [1, 2], max_tokens=2, priority=5, adapter_request=B)
     engine.step()
     assert engine.scheduler.stats().num_preemptions == 0, "the first would still have its adapter"
-    engine.add("urgent", [1, 2], max_tokens=2, priority=-1, lora_request=B)
+    engine.add("urgent", [1, 2], max_tokens=2, priority=-1, adapter_request=B)
     engine.step()
     assert engine.scheduler.stats().num_preemptions == 2
     engine.drain()
@@ -98,7 +100,7 @@ def test_urgent_request_takes_an_adapter_slot_only_if_it_starts() -> None:
 def test_adapters_share_no_prefix() -> None:
     engine, prompt = engine_for(3), list(range(12))
     for name, adapter in (("a", A), ("b", B), ("plain", None), ("a-again", A)):
-        engine.add(name, prompt, max_tokens=2, lora_request=adapter)
+        engine.add(name, prompt, max_tokens=2, adapter_request=adapter)
         engine.drain()
     cached = [engine.requests[name].num_cached_tokens for name in ("a", "b", "plain", "a-again")]
     assert cached[:3] == [0, 0, 0]
@@ -107,7 +109,7 @@ def test_adapters_share_no_prefix() -> None:
 
 def test_events_of_the_cache_name_the_adapter() -> None:
     engine = engine_for(1, kv_events_config={"enable_kv_cache_events": True})
-    engine.add("a", range(12), max_tokens=2, lora_request=A)
+    engine.add("a", range(12), max_tokens=2, adapter_request=A)
     engine.drain()
     engine.add("plain", range(12), max_tokens=2)
     engine.drain()

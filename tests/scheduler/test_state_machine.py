@@ -17,8 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from quire.adapters import LoRARequest
 from quire.errors import ValidationError
-from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.scheduler.request import RequestStatus
 from tests.fixtures.media import parts, placed
@@ -65,7 +65,7 @@ def parameters(draw):
         "priority": draw(st.integers(-1, 2)),
         "tenant": draw(st.sampled_from("ab")),
         "pooling_params": draw(st.sampled_from([None, None, None, PoolingParams()])),
-        "lora_request": draw(st.sampled_from([None, None, *ADAPTERS])),
+        "adapter_request": draw(st.sampled_from([None, None, *ADAPTERS])),
         "parts": draw(st.just([]) | parts),
         "lacks": draw(st.sampled_from([[], [], [], [], ["x"], ["y", "x"]])),
     }
@@ -154,7 +154,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         parent = self.engine.requests[data.draw(st.sampled_from(self.unfinished))]
         for params in siblings:
             salt = parent.extra_keys.cache_salt
-            same = {"cache_salt": salt, "lora_request": parent.lora_request, "fork_of": parent.request_id}
+            same = {
+                "cache_salt": salt,
+                "adapter_request": parent.adapter_request,
+                "fork_of": parent.request_id,
+            }
             self._add(parent.prompt_token_ids, {**params, **same, "media": parent.media})
 
     def _add(self, prompt, params):

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
-from quire.lora_request import LoRARequest
+from quire.adapters import LoRARequest
 from tests.lora.adapters import linear_shapes, merge, write_adapter
 from tests.seq2seq.tiny import greedy, save, texts
 

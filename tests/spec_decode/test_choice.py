@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.spec_decode.acceptance import Acceptance
 from quire.spec_decode.drafter import CERTAIN, Draft, Text
 from quire.spec_decode.speculation import (
     LONGEST_REST,
     SHARE,
     SHORTEST_REST,
     TRIAL_STEPS,
+    Acceptance,
     Balance,
     Speculation,
     Verified,

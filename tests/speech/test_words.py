@@ -17,8 +17,7 @@ from transformers.models.whisper import generation_whisper, tokenization_whisper
 
 from quire import LLM
 from quire.media import MediaItem
-from quire.speech.alignment import UTILITY, Alignment, token_times
-from quire.speech.warping import first_frames
+from quire.speech.alignment import UTILITY, Alignment, first_frames, token_times
 from quire.speech.words import words_of
 from tests.speech.test_offline import noise
 from tests.speech.tiny import save_tiny_whisper

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ValidationError
+from quire.json_schema.ecma_regex import RegexError, to_rust
+from quire.json_schema.schema import NOT_ENFORCED, VALUES
 from quire.structured_output.backend import Grammar, GrammarError
-from quire.structured_output.ecma_regex import RegexError, to_rust
 from quire.structured_output.guidance import GuidanceBackend
 from quire.structured_output.normalize import normalize
-from quire.structured_output.schema import NOT_ENFORCED, VALUES
 from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings
 from quire.vocabulary import Vocabulary
 from tests.fixtures.folded import folded

@@ -18,8 +18,8 @@ from quire.engine.startup import choose_quantization, prepare
 from quire.errors import ConfigError, ValidationError
 from quire.sampling_params import BeamSearchParams
 from quire.vllm_names import row as rows
-from quire.vllm_names.argument_parser import FlexibleArgumentParser
 from quire.vllm_names.environment import ENVIRONMENT, adopt_environment
+from quire.vllm_names.functions import FlexibleArgumentParser
 from quire.vllm_names.option_values import CHECKPOINT_METHODS, OPTION_VALUES
 from quire.vllm_names.options import OPTIONS
 from quire.vllm_names.row import Fate, nearest

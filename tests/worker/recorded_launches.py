@@ -19,12 +19,12 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from quire.adapters import LoRARequest
 from quire.config import QuantizationConfig
 from quire.executor import uniproc
 from quire.kernels import cpu, triton
 from quire.kernels.triton import launch
 from quire.layers import attention
-from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from tests.end_to_end.test_overlapped import Job, jobs_of_all_kinds, overlapped, serve
 from tests.worker.fake_gpu import FakeGpu

@@ -17,7 +17,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from quire.config import EngineConfig
 from quire.errors import RankLostError
-from quire.executor.host_share import memory_per_rank, num_ranks_sharing_memory
+from quire.executor.rank_placement import memory_per_rank, num_ranks_sharing_memory
 from quire.kernels.cpu import library
 from quire.kv_cache.spec import KVMemory
 from quire.layers.shard import Shard

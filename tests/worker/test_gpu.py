@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 from triton import knobs
 
 from quire.errors import ConfigError, StartupError
-from quire.kernels.triton import compiles
+from quire.kernels.triton.launch import watch_compiles
 from quire.worker import devices
 from quire.worker import gpu as gpu_module
 from quire.worker.cpu import CpuDevice
@@ -124,10 +124,10 @@ def test_a_machine_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -
 def test_kernel_compiles_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, names = knobs.runtime, list[str]()
     monkeypatch.setattr(runtime, "jit_post_compile_hook", None)
-    compiles.watch(names.append)
+    watch_compiles(names.append)
     runtime.jit_post_compile_hook(fn=SimpleNamespace(name="_race"), key="", is_manual_warmup=False)
     assert names == ["_race"]
-    compiles.watch(None)
+    watch_compiles(None)
     assert runtime.jit_post_compile_hook is None
 
 

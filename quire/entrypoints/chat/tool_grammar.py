@@ -26,8 +26,8 @@ from quire.entrypoints.chat.formats.constraint import (
 )
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.errors import ValidationError
-from quire.structured_output.schema import pointer
-from quire.structured_output.structural_tag import normalize_tag
+from quire.json_schema.schema import pointer
+from quire.json_schema.structural_tag import normalize_tag
 
 GAP = r"[ \n]{0,4}"  # White space allowed between a marker and its content.
 

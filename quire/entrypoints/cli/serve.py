@@ -57,12 +57,12 @@ def _check_formats(config: ServerConfig) -> None:
 
 
 def _check_adapters(engine: EngineConfig, server: ServerConfig) -> None:
-    """Check the names and files of --lora-modules; the core checks their weights.
+    """Check the names and files of given adapters; the core checks their weights.
 
     Raises:
         ConfigError: adapters are not enabled, an entry is malformed, or a directory is none of an adapter.
     """
-    if not server.lora_modules:
+    if not server.offers_adapters:
         return
     from quire.entrypoints.openai.adapter_serving import adapter_serving
 

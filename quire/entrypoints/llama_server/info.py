@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /props and /slots, POST /apply-template and /embedding."""
+"""GET /props and /slots, POST /apply-template."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from quire import __version__
 from quire.entrypoints.llama_server.answer import settings_of
 from quire.entrypoints.llama_server.protocol import (
     AppliedTemplate,
-    ContentRequest,
     DefaultSettings,
-    LlamaEmbedding,
     ModelModalities,
     Properties,
     ServerSlot,
@@ -26,22 +24,16 @@ from quire.entrypoints.openai.chat_prompt import rendered_chat
 from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
-from quire.entrypoints.openai.prompts import split_prompts
 from quire.entrypoints.openai.requests import ShownSequence
 from quire.entrypoints.openai.sampling import MODEL_DEFAULTS
 from quire.entrypoints.openai.state import ServerState, server_of
-from quire.entrypoints.openai.tenant import READ_HEADERS, admin_router
+from quire.entrypoints.openai.tenant import admin_router
 from quire.errors import UnavailableError, ValidationError
-from quire.pooling.server.protocol import MAX_INPUTS, beside_numbers, encoded
-from quire.pooling.server.run import PoolingJob, embed_each, renamed_param
-from quire.pooling_params import EMBED, PoolingParams, TextOptions
 from quire.sampling_params import SamplingParams
 
 router = APIRouter()
 template_router = APIRouter()
-embedding_router = APIRouter()
 controls = admin_router()
-NORMALIZED, AS_IT_IS = 2, -1  # Values of `embd_normalize` that exist here.
 SLOTS_QUERY = {"fail_on_no_slot": {"type": "string"}}
 
 
@@ -120,32 +112,3 @@ async def apply_template(request: Request) -> Response:
     form = await server.form_named(server.check_model(body.model))
     rendered = await rendered_chat(server, form, body)
     return json_response(AppliedTemplate(rendered.chat.text))
-
-
-@embedding_router.post("/embedding")
-@describe(Operation((ContentRequest,), list[LlamaEmbedding], errors=(404, 504), headers=READ_HEADERS))
-async def embedding(request: Request) -> Response:
-    """Return the embedding of each text or list of token ids."""
-    body = await read_request(request, ContentRequest)
-    normalizes = body.embd_normalize
-    if normalizes not in (None, NORMALIZED, AS_IT_IS):
-        raise ValidationError(
-            f"embd_normalize must be {NORMALIZED} (Euclidean norm) or {AS_IT_IS} (none), got {normalizes}",
-            param="embd_normalize",
-        )
-    inputs = split_prompts(body.content, "content", MAX_INPUTS)
-    job = PoolingJob.of(request, body, "embd-")
-    params = PoolingParams(
-        task=EMBED, use_activation=None if normalizes is None else normalizes == NORMALIZED
-    )
-    with renamed_param("content"):
-        found = await embed_each(job, inputs, TextOptions(), job.inputs.validated(params), in_windows=False)
-
-    def made() -> Response:
-        rows = [
-            LlamaEmbedding(index, [encoded(numbers, "float")])
-            for index, numbers in enumerate(found.numbers())
-        ]
-        return json_response(rows)
-
-    return await beside_numbers(found.pooled, made)

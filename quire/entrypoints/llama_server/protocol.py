@@ -21,7 +21,6 @@ from quire.entrypoints.openai.protocol.relations import asks_nothing, either
 from quire.entrypoints.openai.protocol.requests import ChatFields, EngineRequest, SamplerFields, TokenId
 from quire.entrypoints.openai.protocol.responses import Usage
 from quire.entrypoints.openai.protocol.shapes import TEXT, any_of, array, enum, object_of, optional
-from quire.pooling.server.protocol import Numbers
 
 WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "cache_prompt": (True,),
@@ -205,11 +204,6 @@ class LlamaCompletion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
     adjusted: dict[str, int | str | bool] | UnsetType = UNSET
-
-
-class LlamaEmbedding(msgspec.Struct):
-    index: int
-    embedding: list[Numbers]
 
 
 class AppliedTemplate(msgspec.Struct):

@@ -33,7 +33,13 @@ from quire.entrypoints.llama_server.protocol import (
 )
 from quire.entrypoints.openai.completions import CompletionAnswer
 from quire.entrypoints.openai.errors import own_id_of
-from quire.entrypoints.openai.families import EndpointFamily, ServerFeature, by_embedding, by_generation
+from quire.entrypoints.openai.families import (
+    EndpointFamily,
+    ServerFeature,
+    by_embedding,
+    by_generation,
+    families_with,
+)
 from quire.entrypoints.openai.openapi.operation import Operation, describe, events_without_end
 from quire.entrypoints.openai.parsing import checked, read_request
 from quire.entrypoints.openai.prompts import check_text
@@ -112,7 +118,7 @@ FEATURE = ServerFeature(
     families=(
         EndpointFamily(router, by_generation),
         EndpointFamily(info.template_router, by_generation),
-        EndpointFamily(info.embedding_router, by_embedding),
+        *families_with("pooling", "quire.entrypoints.llama_server.embedding:router", by_embedding),
         EndpointFamily(info.router),
     ),
     controls=(info.controls,),

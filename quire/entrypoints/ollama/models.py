@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ollama's model routes (GET /api/tags, /api/ps, /api/version, POST /api/show) and embeddings."""
+"""Ollama's model routes (GET /api/tags, /api/ps, /api/version, POST /api/show).
+
+Facts about the served model's files are read once, and shown as Ollama's clients show them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Annotated, Any, ClassVar
+import functools
+import hashlib
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 
-import msgspec
 from fastapi import APIRouter
-from msgspec import UNSET, UnsetType
-from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
 from quire.entrypoints.chat.formats.selection import AnswerFormat
-from quire.entrypoints.ollama.files import FileFacts, facts_of_files
-from quire.entrypoints.ollama.options import IDLE_OPTIONS_OBJECT, paths_of
 from quire.entrypoints.ollama.protocol import (
-    MODEL,
-    WITHOUT_EFFECT,
     Details,
     ListedModel,
     OllamaModelList,
@@ -32,32 +31,18 @@ from quire.entrypoints.ollama.writer import now
 from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
-from quire.entrypoints.openai.protocol.requests import EngineRequest
-from quire.entrypoints.openai.protocol.responses import Timings
-from quire.entrypoints.openai.protocol.shapes import TEXT, any_of, array, optional
 from quire.entrypoints.openai.state import ServerState, server_of
-from quire.entrypoints.openai.tenant import READ_HEADERS
-from quire.entrypoints.openai.translation import given, note_ignored
 from quire.entrypoints.text_form import TextForm
-from quire.errors import ValidationError
-from quire.pooling.server.protocol import MAX_INPUTS, Numbers, PromptUsage, encoded, reply_of
-from quire.pooling.server.run import (
-    Found,
-    PoolingJob,
-    cuts_by_default,
-    embed_each,
-    renamed_param,
-    reply_fields,
-)
-from quire.pooling_params import EMBED, WHOLE_CONTEXT, PoolingParams, TextOptions
+from quire.errors import ModelLoadError, ValidationError
+from quire.model_cache.facts import numbers_by_type
+from quire.models.gguf.model import is_gguf
+from quire.models.weight_files import weight_files
+from quire.pooling_params import EMBED
 
 router = APIRouter()
-embed_router = APIRouter()
 STARTED = now()
 FOREVER = "9999-12-31T23:59:59Z"
 OLLAMA_VERSION = "0.12.0"  # Implemented version of Ollama's API; its clients reject older ones.
-
-_TEXT = {**TEXT, "minLength": 1}
 
 
 @router.get("/api/tags")
@@ -173,121 +158,62 @@ def _details(server: ServerState, facts: FileFacts) -> Details:
     return Details(family, [family], level, facts.parameter_size, facts.form)
 
 
-INPUT = any_of(TEXT, array(_TEXT, maxItems=MAX_INPUTS), {"type": "null"})
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # Types of safetensors in which a number is a parameter.
+UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
-class EmbedFields(EngineRequest):
-    """Shared fields of both routes; `options` have no effect on embeddings."""
+@dataclass(frozen=True)
+class FileFacts:
+    """Facts about weight files.
 
-    without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
+    Args:
+        size: bytes of all of them.
+        digest: SHA-256 of their names, sizes and times, which changes whenever a file does; hashing the weights
+            themselves would take minutes.
+        modified_at: time of the last change, in Ollama's format; empty without files.
+        parameter_size: number of parameters, such as "1.2B"; empty where packed integers hold them.
+        main_type: type of most of the numbers.
+    """
 
-    model: Annotated[str, Field(min_length=1), WithJsonSchema(MODEL)]
-    options: Annotated[dict[str, Any] | None, WithJsonSchema(optional(IDLE_OPTIONS_OBJECT))] = None
-    keep_alive: Any = None
-
-
-class EmbedRequest(EmbedFields):
-    """POST /api/embed"""
-
-    input: Annotated[Any, WithJsonSchema(INPUT)] = None
-    truncate: bool = True
-    dimensions: int | None = None
-    average_windows: bool = False
-
-
-class OneEmbeddingRequest(EmbedFields):
-    """POST /api/embeddings, the predecessor of /api/embed"""
-
-    prompt: str = ""
+    size: int
+    digest: str
+    modified_at: str
+    parameter_size: str
+    main_type: str
+    form: str
 
 
-class _ReplyFields(msgspec.Struct, kw_only=True):
-    """Additional fields of quire's replies."""
-
-    usage: PromptUsage
-    timings: Timings
-    ignored: list[str] | UnsetType = UNSET
-
-
-class OllamaEmbeddings(_ReplyFields, kw_only=True):
-    """Embeddings of several texts; durations are in nanoseconds."""
-
-    model: str
-    embeddings: list[Numbers]
-    total_duration: int
-    load_duration: int = 0
-    prompt_eval_count: int
-
-
-class OllamaEmbedding(_ReplyFields, kw_only=True):
-    embedding: Numbers
-
-
-@embed_router.post("/api/embed")
-@describe(Operation((EmbedRequest,), OllamaEmbeddings, errors=(404, 504), headers=READ_HEADERS))
-async def embed(request: Request) -> Response:
-    """Return an embedding for each text; without texts, Ollama would load the model, which is always loaded here."""
-    body, began = await read_request(request, EmbedRequest), time.monotonic_ns()
-    cuts = body.truncate and cuts_by_default(body, "truncate", in_windows=body.average_windows)
-    params = PoolingParams(dimensions=body.dimensions, task=EMBED)
-    found = await _embedded(
-        request, body, _texts(body.input), params, cuts=cuts, in_windows=body.average_windows
+@functools.lru_cache(maxsize=4)
+def facts_of_files(model_dir: str) -> FileFacts:
+    """Return the facts about a model's weight files, read once; of a model without files, zeros."""
+    path = Path(model_dir)
+    form = "gguf" if is_gguf(path) else "safetensors"
+    try:
+        files = weight_files(path) if model_dir else []
+        counts = numbers_by_type(path) if files else {}
+    except ModelLoadError:  # dummy weights need no files
+        files, counts = [], {}
+    stats = [(file.name, file.stat()) for file in files]
+    states = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    newest = max((stat.st_mtime for _, stat in stats), default=None)
+    is_counted = form == "gguf" or FLOATS.issuperset(counts)
+    return FileFacts(
+        size=sum(stat.st_size for _, stat in stats),
+        digest=hashlib.sha256(repr([model_dir, *states]).encode()).hexdigest(),
+        modified_at="" if newest is None else _written(newest),
+        parameter_size=_short(sum(counts.values())) if is_counted and counts else "",
+        main_type=max(counts, key=lambda name: counts[name], default=""),
+        form=form,
     )
 
-    def made() -> OllamaEmbeddings:
-        return OllamaEmbeddings(
-            model=body.model,
-            embeddings=[encoded(numbers, "float") for numbers in found.numbers()],
-            total_duration=time.monotonic_ns() - began,
-            prompt_eval_count=sum(len(one.prompt_token_ids) for one in found.pooled),
-            **reply_fields(found.pooled, body.notes),
-        )
 
-    return await reply_of(found.pooled, made)
+def _written(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-@embed_router.post("/api/embeddings")
-@describe(Operation((OneEmbeddingRequest,), OllamaEmbedding, errors=(404, 504), headers=READ_HEADERS))
-async def embed_one(request: Request) -> Response:
-    """Return the embedding of one text (predecessor of /api/embed)."""
-    body = await read_request(request, OneEmbeddingRequest)
-    found = await _embedded(request, body, [body.prompt] if body.prompt else [], PoolingParams(task=EMBED))
-    vector = encoded(found.numbers()[0], "float") if found.pooled else msgspec.Raw(b"[]")
-    return json_response(OllamaEmbedding(embedding=vector, **reply_fields(found.pooled, body.notes)))
-
-
-async def _embedded(
-    request: Request,
-    body: EmbedFields,
-    texts: list[str],
-    params: PoolingParams,
-    *,
-    cuts: bool = True,
-    in_windows: bool = False,
-) -> Found:
-    name = body.model
-    body.model = served_name(server_of(request), name)
-    sent = [name for name, value in (body.options or {}).items() if value is not None]
-    note_ignored(body, [*given(body, WITHOUT_EFFECT), *paths_of(sent)])
-    job = PoolingJob.of(request, body, "ollama-")
-    body.model = name
-    params = job.inputs.validated(params)
-    if not texts:
-        job.server.engine.input_processor.check_terms(body.priority, "", None)
-        return Found([], None, False)
-    options = TextOptions(WHOLE_CONTEXT if cuts else None)
-    with renamed_param("input" if isinstance(body, EmbedRequest) else "prompt"):
-        return await embed_each(job, texts, options, params, in_windows=in_windows)
-
-
-def _texts(value: Any) -> list[str]:
-    if value is None or value == "":
-        return []
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValidationError("input must be text or a list of texts", param="input")
-    if len(texts) > MAX_INPUTS:
-        raise ValidationError(
-            f"input has {len(texts)} texts; at most {MAX_INPUTS} are allowed", param="input"
-        )
-    return texts
+def _short(number: int) -> str:
+    """Return a number as Ollama writes it: 1.2B, 361.8M."""
+    for size, unit in UNITS:
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)

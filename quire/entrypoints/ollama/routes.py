@@ -19,7 +19,13 @@ from quire.entrypoints.ollama.protocol import WITHOUT_EFFECT, ChatRequest, Gener
 from quire.entrypoints.ollama.writer import LineWriter
 from quire.entrypoints.openai.chat_prompt import RawTextPrompt
 from quire.entrypoints.openai.errors import json_response, own_id_of
-from quire.entrypoints.openai.families import EndpointFamily, ServerFeature, by_embedding, by_generation
+from quire.entrypoints.openai.families import (
+    EndpointFamily,
+    ServerFeature,
+    by_embedding,
+    by_generation,
+    families_with,
+)
 from quire.entrypoints.openai.openapi.operation import Operation, describe, json_lines
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import server_of
@@ -92,7 +98,7 @@ async def _respond(
 
 FEATURE = ServerFeature(
     families=(
-        EndpointFamily(models.embed_router, by_embedding),
+        *families_with("pooling", "quire.entrypoints.ollama.embeddings:router", by_embedding),
         EndpointFamily(router, by_generation),
         EndpointFamily(models.router),
         EndpointFamily(pull.router),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from quire.adapters import AdapterRequest
+from quire.adapters import MODULES_FLAG, AdapterRequest
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.features import ADAPTER_SERVING
@@ -50,8 +50,8 @@ class AdapterServing:
         Raises:
             ConfigError: an entry is malformed, or its files are missing.
         """
-        if server.lora_modules or server.lora_dir:
-            raise ConfigError("--lora-modules, --lora-dir: this installation has no adapters (quire.lora)")
+        if server.offers_adapters:
+            raise ConfigError(f"{MODULES_FLAG}: this installation serves no adapters")
 
     @classmethod
     def named(

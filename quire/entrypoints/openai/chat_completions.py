@@ -338,7 +338,7 @@ class ChatAnswerWriter:
             self._id,
             priority=request.priority,
             tenant=self._tenant,
-            lora_request=self._adapter,
+            adapter_request=self._adapter,
             timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
             data_parallel_rank=request.replica,

@@ -73,6 +73,15 @@ class ServerFeature:
     always_served: frozenset[str] = frozenset()
 
 
+def families_with(feature: str, router: str, offered: IsOffered) -> tuple[EndpointFamily, ...]:
+    """Return a family of routes that another feature computes; none if this installation lacks it.
+
+    Args:
+        router: its place ("module:name").
+    """
+    return (EndpointFamily(import_place(router), offered),) if feature in SERVER_FEATURES else ()
+
+
 def server_features() -> list[ServerFeature]:
     """Return the features of the table, in its order."""
     return [import_place(place) for place in SERVER_FEATURES.values()]

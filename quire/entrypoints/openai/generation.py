@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET, UnsetType
 
+from quire.adapters import AdapterRequest, adapter_terms
 from quire.engine.queue_limits import QueueReservation
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol.requests import GenerationRequest
@@ -34,7 +35,6 @@ from quire.entrypoints.openai.protocol.responses import (
 from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError, UnavailableError, ValidationError
 from quire.inputs import TokensPrompt
 from quire.kv_transfer_params import PULL_FAILED
-from quire.lora_request import LoRARequest
 from quire.outputs import (
     CompletionOutput,
     Logprob,
@@ -344,7 +344,7 @@ class Outputs:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_request: LoRARequest | None = None,
+        adapter_request: AdapterRequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
@@ -354,7 +354,7 @@ class Outputs:
         terms: dict[str, Any] = {
             "priority": priority,
             "tenant": tenant,
-            "lora_request": lora_request,
+            **adapter_terms(adapter_request),
             "timeout_s": timeout_s,
             "trace_headers": trace_headers,
             "data_parallel_rank": data_parallel_rank,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
-from quire.adapters import AdapterRequest
+from quire.adapters import AdapterRequest, adapter_error
 from quire.config import ServerConfig
 from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.media import MediaGate
@@ -33,7 +33,7 @@ from quire.entrypoints.openai.adapter_serving import AdapterServing, adapter_ser
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import ClientIds, Keyring
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
-from quire.errors import ConfigError, NotFoundError, ValidationError
+from quire.errors import ConfigError, NotFoundError
 from quire.io_processors import IOProcessor, make_io_processor
 
 if TYPE_CHECKING:
@@ -272,9 +272,7 @@ class ServerState:
             try:
                 await self._make(form)
             except ConfigError as error:
-                raise ValidationError(
-                    f"adapter {adapter.lora_name!r}: {error}", param="lora_request"
-                ) from None
+                raise adapter_error(f"adapter {adapter.name!r}: {error}") from None
         return form
 
     async def form_named(self, model: str | None) -> TextForm:

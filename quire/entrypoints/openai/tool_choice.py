@@ -32,8 +32,8 @@ from quire.entrypoints.openai.protocol.requests import (
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
+from quire.json_schema.structural_tag import as_format, as_tag
 from quire.sampling_params import SamplingParams
-from quire.structured_output.structural_tag import as_format, as_tag
 from quire.structured_outputs_params import StructuredOutputsParams
 
 ALLOWED_MODES = ("auto", "required")

@@ -17,13 +17,13 @@ from functools import partial
 import msgspec
 import torch
 
-from quire.adapters import AdapterRequest
+from quire.adapters import AdapterRequest, adapter_error
 from quire.config import EngineConfig
 from quire.distributed.agreement import different_ranks
 from quire.distributed.gloo import Gloo, Heartbeats, local_address_towards, tcp_store
 from quire.distributed.group import ALONE, Group
-from quire.errors import ConfigError, EngineError, ValidationError
-from quire.executor.host_share import memory_per_rank, num_ranks_sharing_memory, rank_config
+from quire.errors import ConfigError, EngineError
+from quire.executor.rank_placement import memory_per_rank, num_ranks_sharing_memory, rank_config
 from quire.executor.ranks.agreement import check_ranks_agree
 from quire.executor.ranks.places import JOIN_S, with_fast_transport
 from quire.executor.uniproc import UniprocExecutor, select_own_device
@@ -118,9 +118,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
             return done
         elsewhere: Future[None] = Future()
         problem = f"rank {failed[0]} cannot use it; see its log"
-        elsewhere.set_exception(
-            ValidationError(f"adapter {request.lora_name!r}: {problem}", param="lora_request")
-        )
+        elsewhere.set_exception(adapter_error(f"adapter {request.name!r}: {problem}"))
         return elsewhere
 
     def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:

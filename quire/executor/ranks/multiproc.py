@@ -20,8 +20,7 @@ from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.errors import EngineError, StartupError, ValidationError
 from quire.executor.base import Executor
-from quire.executor.host_share import memory_per_rank, rank_config
-from quire.executor.rank_placement import rank_processors
+from quire.executor.rank_placement import memory_per_rank, rank_config, rank_processors
 from quire.executor.ranks.gate import RankHello, join
 from quire.executor.ranks.handles import CallFuture, Ranks
 from quire.executor.ranks.rank_processes import HostStarter, RankProcesses, RankStarter

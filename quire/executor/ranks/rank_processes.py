@@ -16,8 +16,13 @@ from contextlib import contextmanager
 from quire import private_directories
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.executor.host_share import num_ranks_sharing_memory, rank_config
-from quire.executor.rank_placement import Processors, affinity, rank_processors
+from quire.executor.rank_placement import (
+    Processors,
+    affinity,
+    num_ranks_sharing_memory,
+    rank_config,
+    rank_processors,
+)
 from quire.executor.ranks.gate import RankAcceptor
 from quire.processes import STOPPED, exit_reason, start_python, why_silent
 

@@ -18,7 +18,7 @@ import time
 import msgspec
 
 from quire.config import EngineConfig
-from quire.executor.host_share import rank_config
+from quire.executor.rank_placement import rank_config
 from quire.executor.ranks.gate import RankHello
 from quire.executor.ranks.multiproc import run_ranks
 from quire.executor.ranks.ray_cluster import (

@@ -11,7 +11,7 @@ from quire.config.arch import Routing
 from quire.kernels.cpu.calls import NOTHING, call, check_array, describe, dtype_code, empty
 from quire.kernels.cpu.elementwise import ACTIVATIONS
 from quire.kernels.cpu.linear import BLOCK_ROWS, SCRATCH, checked
-from quire.kernels.cpu.lora import NativeStacks, native_stacks
+from quire.kernels.cpu.low_rank import NativeStacks, native_stacks
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.linear import Native, PackedWeight
 

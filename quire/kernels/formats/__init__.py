@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from quire.kernels.formats.base import Format, Numbers, whole_chunks
 from quire.kernels.formats.books import BOOKS
-from quire.kernels.formats.floats import FLOAT_CODES, FloatFormat
-from quire.kernels.formats.fp8 import FP8_MAX, Fp8Format
+from quire.kernels.formats.floats import FLOAT_CODES, FP8_MAX, FloatFormat, Fp8Format
 from quire.kernels.formats.integers import Int4Format, Int8Format
 from quire.kernels.formats.scaling import STREAM_CODES, BlockScales
 from quire.kernels.linear import WeightScheme

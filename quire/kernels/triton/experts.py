@@ -4,7 +4,7 @@
 Four launches serve any step: choices are sorted; gate and up multiply gathered rows, and are activated; down writes its
 rows at the places of the choices; and a token's rows are added. The number of programs depends on the numbers of tokens
 and experts, and not on the choices, so that a step can be captured and replayed; surplus programs exit. With adapters,
-gate and up are written unactivated at the places of the choices, LoRA is added, and another launch activates them, with
+gate and up are written unactivated, adapters are added to them, and another launch activates them, with
 the same bits. Routing uses one program per token.
 
 Invariant: a row is multiplied in a tile of fixed size and a token's experts are added in the order of their ids, so no
@@ -27,9 +27,9 @@ from quire.kernels.linear import PackedWeight
 from quire.kernels.triton.codes import book_of
 from quire.kernels.triton.elementwise import activated
 from quire.kernels.triton.launch import next_power_of_2, num_warps
-from quire.kernels.triton.lora import lora_linear
+from quire.kernels.triton.low_rank import low_rank_linear
 from quire.kernels.triton.matmul_tile import BLOCK_M, BLOCK_N, as_multiplied, format_options, matmul_tile
-from quire.kernels.triton.token_order import NO_KEY, id_of, order_keys
+from quire.kernels.triton.primitives import NO_KEY, id_of, order_keys
 
 _LEAST_SUM = tl.constexpr(1e-20)
 
@@ -351,7 +351,7 @@ def experts(
     )  # fmt: skip
     if slots is not None and adapters is not None:
         each = x[:, None].expand(-1, top_k, -1).reshape(choices, hidden)
-        lora_linear(raw, each, slots, adapters.gate_up)
+        low_rank_linear(raw, each, slots, adapters.gate_up)
         _activate[(choices, triton.cdiv(inner, COLUMNS))](
             between, raw, inner, ACTIVATION=of.activation, HALVES=of.halves, TILE=COLUMNS
         )
@@ -363,7 +363,7 @@ def experts(
         **format_options(down.one, rows.dtype),
     )  # fmt: skip
     if slots is not None and adapters is not None:
-        lora_linear(made, between, slots, adapters.down)
+        low_rank_linear(made, between, slots, adapters.down)
     _add_up[(tokens, triton.cdiv(hidden, COLUMNS))](
         out, made, chosen, weights, count, top_k, hidden, TOP_TILE=next_power_of_2(top_k), TILE=COLUMNS
     )
@@ -371,7 +371,7 @@ def experts(
 
 
 def _slots(chosen: Tensor, adapter_rows: Tensor, count: int, num_slots: int) -> Tensor:
-    """Return each choice's LoRA slot; negative: none."""
+    """Return each choice's adapter slot; negative: none."""
     each = num_slots // count
     adapter, exists = adapter_rows[:, None], (chosen >= 0) & (chosen < count)
     slots = torch.where(exists & (adapter >= 0) & (adapter < each), chosen * each + adapter, -1)

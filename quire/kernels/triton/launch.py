@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common parts of launches: tile sizes, numbers of programs, and rows of strided tensors.
+"""Common parts of launches: tile sizes, numbers of programs, rows of strided tensors, and reports of late compilations.
 
 Invariant: a tile's size depends on properties of the model only, so that the reduction of an element never depends on
 the batch.
@@ -7,10 +7,12 @@ the batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 
 def next_power_of_2(n: int) -> int:
@@ -59,3 +61,17 @@ def rows_of(x: Tensor) -> tuple[int, int, int, int]:
         return 1, inner, 0, inner_stride
     flat = x if x.dim() == 3 else x.flatten(0, -3) if x.dim() > 3 else x.unsqueeze(0)
     return outer, inner, flat.stride(0), inner_stride
+
+
+def watch_compiles(tell: Callable[[str], None] | None) -> None:
+    """Call `tell` with the name of every kernel that is compiled, or loaded from Triton's cache, from now on; None:
+    stop.
+
+    A process has one watcher.
+    """
+
+    def notify(*, fn: object, **_facts: object) -> None:
+        assert tell is not None
+        tell(getattr(fn, "name", str(fn)))
+
+    knobs.runtime.jit_post_compile_hook = None if tell is None else notify

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels import reference_sampling
 from quire.kernels.triton.launch import next_power_of_2
-from quire.kernels.triton.token_order import MAX_LOGIT, NO_KEY, id_of, order_keys
+from quire.kernels.triton.primitives import MAX_LOGIT, NO_KEY, id_of, order_keys
 
 TILE = 8192
 

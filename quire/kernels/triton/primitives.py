@@ -30,7 +30,6 @@ from torch import Tensor
 
 from quire.kernels.linear import PackedWeight
 from quire.kernels.triton.launch import next_power_of_2
-from quire.kernels.triton.token_order import MAX_LOGIT, ordered_bits
 
 PROGRAMS = 264
 """Programs that fill a large GPU twice: a narrow weight is split along k until it has that many."""
@@ -451,3 +450,27 @@ def find_cutoff(
             wanted, low, rounds, keys, row, n, count, temperature, span, unsure, False, True, TILE, CAPACITY
         )
     return cutoff
+
+
+MAX_LOGIT = tl.constexpr(3.4028234663852886e38)
+NO_KEY = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def ordered_bits(value):
+    """Return a float's bits as an int32 with the same order."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # + 0.0 makes -0.0 and 0.0 equal
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def order_keys(value, column, n):
+    """Return the order of tokens as one number: the higher logit first and, of equal ones, the lower id."""
+    key = (ordered_bits(value).to(tl.int64) << 32) + (n - 1 - column)
+    return tl.where(column < n, key, NO_KEY)
+
+
+@triton.jit
+def id_of(key, n):
+    """Return the token of a key."""
+    return n - 1 - (key & 0xFFFFFFFF)

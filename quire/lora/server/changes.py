@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from quire.adapters import MAX_NAME_CHARS, LoRARequest
 from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai.adapter_serving import AdapterNames, AdapterServing
 from quire.errors import ConfigError, ConflictError, NotFoundError, ValidationError
 from quire.lora.peft_config import CONFIG_NAME, adapter_request, directory_of
-from quire.lora_request import MAX_NAME_CHARS, LoRARequest
-from quire.lora_resolvers import LORA_RESOLVERS, DirectoryResolver, LoRAResolver
+from quire.lora.resolver import LORA_RESOLVERS, DirectoryResolver, LoRAResolver
 
 # Pattern of adapter names: no path, and only visible characters.
 NAME = rf"[A-Za-z0-9_:-][A-Za-z0-9_.:-]{{0,{MAX_NAME_CHARS - 1}}}"

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of checkpoints in E4M3, with scales per weight, per output (FBGEMM) or per block (DeepSeek)."""
+"""Configs of checkpoints in floats of 8 and 4 bits: E4M3 with scales per weight, per output (FBGEMM) or per block
+(DeepSeek); NVIDIA ModelOpt's, in a file of its own or in config.json; and OpenAI's MXFP4, of experts only.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fnmatch import translate
+
 from quire.config.encoding import Activations, CheckpointQuantization, Encoding, EncodingRule, Option
 from quire.models.json_object import JsonObject
-from quire.models.quantized.rules import all_but_head, block_shape, cache_scales, notes, skipping
+from quire.models.quantized.rules import all_but_head, block_shape, cache_scales, names, notes, skipping
 
 STACKS = r".*\.experts\.(gate_up|down)_proj"
 """Parameters with the weights [K, N] of all of a layer's experts, as in Llama 4."""
@@ -49,3 +54,38 @@ def _quantization(
     otherwise = notes(config, "activation_scheme", "kv_cache_scheme")
     rules = (*left, *before, *all_but_head(encoding))
     return CheckpointQuantization(method, rules, UNREAD, cache_scales(config), otherwise)
+
+
+def read_mxfp4(config: JsonObject) -> CheckpointQuantization:
+    """Read the config; `modules_to_not_convert` names no experts, so it is not read."""
+    return CheckpointQuantization("mxfp4", (EncodingRule(r".*\.experts\..*", Encoding("mxfp4_blocks")),))
+
+
+_ENCODINGS = {
+    "FP8": Encoding("fp8", {"grid_outputs": 0}, Activations("e4m3", static=True)),
+    "FP8_PER_CHANNEL_PER_TOKEN": Encoding("fp8", {"grid_outputs": 1}, Activations("e4m3")),
+    "NVFP4": Encoding(
+        "nvfp4",
+        {"packed": "weight", "scale_of_all": "weight_scale_2", "divides": False},
+        Activations(unlike="4 bits"),
+    ),
+}
+
+
+def read_modelopt(config: JsonObject) -> CheckpointQuantization:
+    """Read the config; it names float modules with wildcards, or by the beginning of their names."""
+    said = notes(config, "kv_cache_quant_algo", "kv_cache_scheme")
+    if "quant_algo" not in config and said:  # keys and values alone
+        return CheckpointQuantization("modelopt", (), UNREAD, cache_scales(config), said)
+    algorithm = config.choice("quant_algo", tuple(_ENCODINGS))
+    if algorithm == "NVFP4" and config.integer("group_size", 16) != 16:
+        raise config.unsupported("group_size", "16")
+    left = [
+        EncodingRule(pattern, None)
+        for name in names(config, "exclude_modules", "ignore")
+        for pattern in (translate(name), translate(f"{name}.*"))
+    ]
+    encoding = _ENCODINGS[algorithm]
+    turned = replace(encoding, options={**encoding.options, "transposed": True})
+    rules = (*left, EncodingRule(STACKS, turned), *all_but_head(encoding))
+    return CheckpointQuantization("modelopt", rules, UNREAD, cache_scales(config), said)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTQ's config, as AutoGPTQ and GPTQModel write it."""
+"""GPTQ's config, as AutoGPTQ and GPTQModel write it, and AWQ's, as AutoAWQ and transformers do."""
 
 from __future__ import annotations
 
 from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
 from quire.models.json_object import JsonObject
-from quire.models.quantized.rules import EVERYTHING, HEAD, beginning
+from quire.models.quantized.rules import EVERYTHING, HEAD, all_but_head, beginning, skipping
 
 _BITS = (2, 3, 4, 8)
 
@@ -58,3 +58,25 @@ def group_size(config: JsonObject, key: str, default: int = 128) -> int:
     if size == 0:
         raise config.wrong(key, "a positive integer, or -1 for all inputs")
     return size
+
+
+def read_awq(config: JsonObject) -> CheckpointQuantization:
+    """Read the config; AutoAWQ's own files have shorter keys."""
+    old = {"bits": "w_bit", "group_size": "q_group_size"}
+    config = config.with_aliases(
+        {new: key for new, key in old.items() if key in config and new not in config}
+    )
+    if config.integer("bits") != 4:
+        raise config.unsupported("bits", "4")
+    layout = "format" if "format" in config else "version"  # GPTQModel's name, and AutoAWQ's
+    if config.text(layout, "gemm").lower() != "gemm":
+        raise config.unsupported(layout, "gemm")
+    encoding = Encoding(
+        "awq",
+        {
+            "group_size": group_size(config, "group_size"),
+            "zero_points": config.flag("zero_point", True),
+        },
+    )
+    rules = skipping(config, "modules_to_not_convert")
+    return CheckpointQuantization("awq", (*rules, *all_but_head(encoding)))

@@ -35,8 +35,7 @@ from quire.multimodal.door.jobs import DecodeJob, DecodeReply, DecodeSetup
 from quire.multimodal.door.layout import PlaceholderLayout
 from quire.multimodal.processors.base import Processor, make_processor
 from quire.multimodal.processors.video import VideoFacts
-from quire.processes import limit_memory
-from quire.structured_output.checker import read_frame, write_frame
+from quire.processes import limit_memory, read_frame, write_frame
 
 
 def main() -> None:

@@ -21,8 +21,7 @@ import msgspec
 from quire.errors import UnavailableError, ValidationError
 from quire.multimodal.door.decoding import name_of
 from quire.multimodal.door.jobs import DecodeJob, DecodeReply, DecodeSetup
-from quire.processes import exit_reason, start_python
-from quire.structured_output.checker import ONE_THREAD, read_frame, write_frame
+from quire.processes import ONE_THREAD, exit_reason, read_frame, start_python, write_frame
 
 START_S = 120.0  # To start on a busy machine; imports take a third of a second on an idle one.
 POLL_S = 0.5

@@ -23,6 +23,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 from starlette.requests import Request
 
+from quire.adapters import adapter_terms
 from quire.config.pooling import PoolingSpec
 from quire.engine.prompt_forms import TokenizedPrompt, parts_of
 from quire.engine.tokenizer import beside_loop
@@ -109,7 +110,7 @@ class PoolingJob:
             [f"{self.id}-{index}" for index in range(len(prompts))],
             priority=self.body.priority,
             tenant=tenant_of(self.request, self.body),
-            lora_request=self.server.adapters.get(self.model),
+            **adapter_terms(self.server.adapters.get(self.model)),
             timeout_s=self.body.time_left(),
             trace_headers=self.body.trace_headers,
             data_parallel_rank=self.body.replica,

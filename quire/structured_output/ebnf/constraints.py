@@ -7,12 +7,12 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from quire.json_schema.ecma_regex import RegexError
+from quire.json_schema.structural_tag import ANY, Format, TagWriter, format_of
 from quire.structured_output.backend import GrammarError
 from quire.structured_output.ebnf.expressions import Rules, Scanner, quoted, refusal, text_rule
 from quire.structured_output.ebnf.schemas import SchemaWriter
-from quire.structured_output.ecma_regex import RegexError
 from quire.structured_output.normalize import FLEXIBLE_SPACE, NO_SPACE
-from quire.structured_output.structural_tag import ANY, Format, TagWriter, format_of
 from quire.structured_outputs_params import StructuredOutputsParams
 
 SPACES = {FLEXIBLE_SPACE: '(" " | "\\n" ([ ]{0,20} | [\\t]{0,10}))?', NO_SPACE: '""', None: '""'}

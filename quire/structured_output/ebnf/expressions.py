@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
+from quire.json_schema.ecma_regex import RegexError
 from quire.structured_output.backend import GrammarError
-from quire.structured_output.ecma_regex import RegexError
 
 CharSet = tuple[tuple[int, int], ...]  # (first, last) of each range
 ALL: CharSet = ((0, 0xD7FF), (0xE000, 0x10FFFF))

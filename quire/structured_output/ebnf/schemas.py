@@ -12,6 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.json_schema.ecma_regex import RegexError
+from quire.json_schema.formats import IPV4
+from quire.json_schema.schema import NOT_ENFORCED, VALUES, find, path_of
 from quire.structured_output.ebnf.expressions import (
     ALL,
     Rules,
@@ -23,9 +26,6 @@ from quire.structured_output.ebnf.expressions import (
     refusal,
     string_rule,
 )
-from quire.structured_output.ecma_regex import RegexError
-from quire.structured_output.formats import IPV4
-from quire.structured_output.schema import NOT_ENFORCED, VALUES, find, path_of
 
 Schema = dict[str, Any]
 

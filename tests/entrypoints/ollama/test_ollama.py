@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from quire.entrypoints.ollama.files import facts_of_files
+from quire.entrypoints.ollama.models import facts_of_files
 from quire.entrypoints.ollama.protocol import ChatRequest, GenerateRequest
 from quire.entrypoints.text_form import TextForm
 from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer

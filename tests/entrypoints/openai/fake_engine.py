@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from quire.adapters import LoRARequest
 from quire.config import EngineConfig, ModelArch
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_stream import Offer
@@ -27,7 +28,6 @@ from quire.errors import (
     UnavailableError,
     ValidationError,
 )
-from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams

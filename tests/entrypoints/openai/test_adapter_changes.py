@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.adapters import LoRARequest
 from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai.app import build_app
 from quire.errors import ConfigError
+from quire.lora.resolver import DirectoryResolver, LoRAResolver
 from quire.lora.server.changes import make_resolvers
-from quire.lora_request import LoRARequest
-from quire.lora_resolvers import DirectoryResolver, LoRAResolver
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
 from tests.fixtures.entry_points import Offer

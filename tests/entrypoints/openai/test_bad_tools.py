@@ -345,7 +345,7 @@ async def test_many_odd_schemas_cost_no_answer() -> None:
 
 
 async def test_schemas_that_are_too_large_together_cost_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.structured_output.schema.MAX_SCHEMA_BYTES", 2000)
+    monkeypatch.setattr("quire.json_schema.schema.MAX_SCHEMA_BYTES", 2000)
     large = described({"type": "string", "description": "x" * 150})
     async with client_for(FakeEngine(FakeTokenizer()), tool_call_parser="hermes") as client:
         tools = [tool(CHAT, f"f{index}", large) for index in range(5)]

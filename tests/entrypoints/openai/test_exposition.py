@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from quire.entrypoints.openai.exposition import MergedMetrics, families_of
+from quire.entrypoints.openai.metrics import MergedMetrics, families_of
 from quire.metrics.prometheus import PrometheusStatLogger
 from quire.metrics.stats import FinishedRequestStats, IterationStats
 from quire.scheduler.output import SchedulerStats

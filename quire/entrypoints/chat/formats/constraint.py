@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constraints on calls: the structural-tag pieces (`quire.structured_output.structural_tag`) that syntaxes use.
+"""Constraints on calls: the structural-tag pieces (`quire.json_schema.structural_tag`) that syntaxes use.
 
 Invariant: a client's text, such as a function or argument name, is matched literally and never read as a marker.
 """

@@ -13,9 +13,9 @@ from quire.entrypoints.chat.formats.scanning import Reasoning, Tools
 from quire.entrypoints.chat.formats.selection import AnswerFormat
 from quire.entrypoints.chat.tool_grammar import AnswerGrammar
 from quire.inputs import Conversation
+from quire.json_schema.structural_tag import as_format, as_tag
 from quire.outputs import ChatAnswer, ToolCall
 from quire.sampling_params import SamplingParams, ThinkingMarkers
-from quire.structured_output.structural_tag import as_format, as_tag
 from quire.structured_outputs_params import StructuredOutputsParams
 
 END_CHARS = 256  # Length of a prompt's end that determines the state in which its answer begins.

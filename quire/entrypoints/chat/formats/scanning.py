@@ -15,9 +15,9 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from quire.entrypoints.chat.formats.constraint import ANNOTATIONS, Schema, UnenforceableError
+from quire.json_schema.ecma_regex import RegexError, to_rust
+from quire.json_schema.formats import AS_PATTERN, LIBRARY, REFUSED
 from quire.outputs import ToolCall as ToolCall
-from quire.structured_output.ecma_regex import RegexError, to_rust
-from quire.structured_output.formats import AS_PATTERN, LIBRARY, REFUSED
 
 Tools = Mapping[str, Mapping[str, Any]]  # Tools of the request: name -> JSON schema of its arguments.
 

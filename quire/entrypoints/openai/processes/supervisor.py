@@ -30,9 +30,9 @@ from quire.engine.sleep_state import EngineSleepState
 from quire.entrypoints.openai.app import build_app, keyring
 from quire.entrypoints.openai.connection import GRACEFUL_SHUTDOWN_S, http_config
 from quire.entrypoints.openai.connection_count import SharedConnectionCount
-from quire.entrypoints.openai.exposition import MergedMetrics, families_of
 from quire.entrypoints.openai.lifecycle import HttpServer, Lifecycle
 from quire.entrypoints.openai.metrics import QUERY as METRICS
+from quire.entrypoints.openai.metrics import MergedMetrics, families_of
 from quire.entrypoints.openai.processes.acceptor import SUPERVISOR_SLOT, ConnectionAcceptor
 from quire.entrypoints.openai.processes.channel import (
     Cancel,

@@ -23,10 +23,10 @@ from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.formats.tools import FORMATS
 from quire.entrypoints.chat.tool_grammar import Calls, Function, after_reasoning, calls_in_text, calls_only
 from quire.errors import ValidationError
+from quire.json_schema.structural_tag import as_tag
 from quire.structured_output.backend import Masks, Matcher
 from quire.structured_output.guidance import GuidanceBackend
 from quire.structured_output.normalize import normalize
-from quire.structured_output.structural_tag import as_tag
 from quire.structured_outputs_params import StructuredOutputsSettings
 from quire.vocabulary import Vocabulary
 from tests.fixtures.folded import folded

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of a layer as the kernels read them.
+"""Low-rank adapters of a layer as the kernels read them.
 
 Invariant: memory is allocated once, for the maximum number of adapters in a step; loading one writes into its slot and
 moves nothing, so recorded steps keep valid addresses.
@@ -57,8 +57,8 @@ def _on_huge_pages(memory: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class LoraStacks:
-    """S LoRA slots of a weight [N, K] that merges P parts, stacked by rows.
+class LowRankStacks:
+    """S slots of a weight [N, K] that merges P parts, stacked by rows.
 
     `a` [S, P, K, R] and `b` [S, R, N], of one float dtype or int8: part p of slot s adds
     (x @ a[s, p] * scales[s, p]) @ b[s] in the columns of that part. Of the R ranks the first ranks[s, p] are used; the
@@ -94,13 +94,13 @@ class LoraStacks:
         max_rank: int,
         dtype: torch.dtype,
         where: torch.device | SlotMemory,
-    ) -> "LoraStacks":
+    ) -> "LowRankStacks":
         """Return empty slots for a weight whose parts have these output counts."""
         max_rank = -(-max_rank // RANK_UNIT) * RANK_UNIT
         ends = torch.tensor([0, *parts]).cumsum(0)
         memory = where if isinstance(where, SlotMemory) else SlotMemory(where, 0)
         device = memory.device
-        return LoraStacks(
+        return LowRankStacks(
             a=memory.zeros(num_slots, len(parts), inputs, max_rank, dtype=dtype),
             b=memory.zeros(num_slots, max_rank, sum(parts), dtype=dtype),
             scales=torch.zeros(num_slots, len(parts), max_rank, device=device),
@@ -115,9 +115,9 @@ class LoraStacks:
         """Return the columns of N of each part."""
         return [slice(start, end) for start, end in pairwise(self.ends.tolist())]
 
-    def part(self, slots: slice) -> "LoraStacks":
+    def part(self, slots: slice) -> "LowRankStacks":
         """Return some of the slots, in the same memory."""
-        return LoraStacks(
+        return LowRankStacks(
             a=self.a[slots],
             b=self.b[slots],
             scales=self.scales[slots],
@@ -142,10 +142,10 @@ class SharedStacks:
     def __init__(self, numbers: range) -> None:
         self.numbers = numbers
         """Numbers of the layers."""
-        self.all: LoraStacks | None = None
+        self.all: LowRankStacks | None = None
         """Slots of all layers, in order; None: the engine serves no adapters."""
 
-    def of_layer(self, index: int, num_slots: int, make: Callable[[int], LoraStacks]) -> LoraStacks:
+    def of_layer(self, index: int, num_slots: int, make: Callable[[int], LowRankStacks]) -> LowRankStacks:
         """Return a layer's slots, by its number; `make(count)` allocates those of all layers on the first call."""
         place = self.numbers.index(index)
         if place == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA as a function on tensors, with all checks."""
+"""Low-rank adapters as a function on tensors, with all checks."""
 
 from typing import NamedTuple
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.calls import call, check_array, check_on_cpu, describe, dtype_code
-from quire.kernels.cpu.library import CACHE_DTYPE_CODES
+from quire.kernels.cpu.library import CACHE_DTYPE_CODES, LOW_RANK_LINEAR
 from quire.kernels.cpu.linear import SCRATCH
-from quire.kernels.lora import LoraStacks
+from quire.kernels.low_rank import LowRankStacks
 
 
 class NativeStacks(NamedTuple):
-    """LoRA slots as passed to the C++ kernels."""
+    """Slots as passed to the C++ kernels."""
 
     table: Tensor
-    """int64 [14]: addresses of their tensors, in the order of `LoraStacks`, then the sizes and the code of the
+    """int64 [14]: addresses of their tensors, in the order of `LowRankStacks`, then the sizes and the code of the
     dtype.
     """
     slots: int
@@ -27,26 +27,28 @@ class NativeStacks(NamedTuple):
     """Floats of scratch memory per row."""
 
     def scratch(self, rows: int) -> int:
-        """Return the floats of scratch memory for all rows, as `Stacks::scratch` in csrc/cpu/lora.h."""
+        """Return the floats of scratch memory for all rows, as `Stacks::scratch` in csrc/cpu."""
         return rows * self.row_floats + self.slots + 1
 
 
-def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStacks) -> None:
-    dtype_code("lora_linear", "x", x)
-    native = native_stacks("lora_linear", adapters)
+def low_rank_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LowRankStacks) -> None:
+    dtype_code("low_rank_linear", "x", x)
+    native = native_stacks("low_rank_linear", adapters)
     if x.dim() != 2 or x.shape[1] != native.inputs:
-        raise ValueError(f"lora_linear: x must be [T, {native.inputs}]; it is {describe(x)}")
+        raise ValueError(f"low_rank_linear: x must be [T, {native.inputs}]; it is {describe(x)}")
     rows = len(x)
-    check_array("lora_linear", "out", out, torch.float32, (rows, native.outputs))
-    check_array("lora_linear", "adapter_rows", adapter_rows, torch.int32, (rows,))
+    check_array("low_rank_linear", "out", out, torch.float32, (rows, native.outputs))
+    check_array("low_rank_linear", "adapter_rows", adapter_rows, torch.int32, (rows,))
     scratch = SCRATCH.of(native.scratch(rows))
     tensors = (out, x.float().contiguous(), adapter_rows, native.table, scratch)
-    refused = call("lora_linear", tensors, scratch.nbytes, rows)
+    refused = call(LOW_RANK_LINEAR, tensors, scratch.nbytes, rows)
     if refused:
-        raise IndexError(f"lora_linear: the adapters of {refused} rows are outside the {native.slots} slots")
+        raise IndexError(
+            f"low_rank_linear: the adapters of {refused} rows are outside the {native.slots} slots"
+        )
 
 
-def native_stacks(op: str, adapters: LoraStacks) -> NativeStacks:
+def native_stacks(op: str, adapters: LowRankStacks) -> NativeStacks:
     """Return the slots' arguments, checked once: shapes and addresses never change."""
     if adapters.native is None:
         object.__setattr__(adapters, "native", _checked(op, adapters))
@@ -54,7 +56,7 @@ def native_stacks(op: str, adapters: LoraStacks) -> NativeStacks:
     return native
 
 
-def _checked(op: str, adapters: LoraStacks) -> NativeStacks:
+def _checked(op: str, adapters: LowRankStacks) -> NativeStacks:
     a, b = adapters.a, adapters.b
     check_on_cpu(op, "a", a)
     if a.dtype not in CACHE_DTYPE_CODES:

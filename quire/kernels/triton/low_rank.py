@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.lora import RANK_UNIT, LoraStacks
+from quire.kernels.low_rank import RANK_UNIT, LowRankStacks
 
 BLOCK_M, BLOCK_N, BLOCK_K = 16, 128, 128
 MAX_PARTS = 8
@@ -104,8 +104,8 @@ def _expand(
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStacks) -> None:
-    """See `ops.lora_linear`; a row with an invalid slot is unchanged."""
+def low_rank_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LowRankStacks) -> None:
+    """See `ops.low_rank_linear`; a row with an invalid slot is unchanged."""
     rows, (slots, parts, inputs, most) = len(x), adapters.a.shape
     if not rows:
         return
@@ -126,7 +126,7 @@ def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStac
     )  # fmt: skip
 
 
-def _ends_on_device(adapters: LoraStacks) -> Tensor:
+def _ends_on_device(adapters: LowRankStacks) -> Tensor:
     """Return the parts' starts on the device, copied on first use, since a graph could not capture the copy."""
     if adapters.native is None:
         object.__setattr__(adapters, "native", adapters.ends.to(adapters.a.device, torch.int32))

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.errors import ValidationError
-from quire.structured_output.schema import Path, normalize_schema, parse_json, pointer
+from quire.json_schema.schema import Path, normalize_schema, parse_json, pointer
 from quire.structured_outputs_params import PARAM, StructuredOutputsParams, invalid
 
 Format = dict[str, Any]
