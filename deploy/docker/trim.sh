@@ -1,11 +1,12 @@
 #!/bin/sh
 # Remove from an environment what no server needs: headers, tests, static libraries, build tools and byte code.
-# Usage: trim.sh ENVIRONMENT
+# Usage: trim.sh ENVIRONMENT [PACKAGE...], with further packages to remove, as paths in site-packages.
 set -eu
 packages=$(echo "$1"/lib/python3.*/site-packages)
+shift
 for unwanted in torch/include torch/test torch/share torch/testing/_internal/generated \
     torch/lib/*.a torch/lib/libtorchbind_test.so torch/lib/libjitbackend_test.so torch/lib/libbackend_with_compiler.so \
-    torch/lib/libaoti_custom_ops.so numpy/*/tests pip pip-*.dist-info setuptools setuptools-*.dist-info; do
+    torch/lib/libaoti_custom_ops.so numpy/*/tests pip pip-*.dist-info setuptools setuptools-*.dist-info "$@"; do
   rm -rf $packages/$unwanted
 done
 # torch does not start without this one program.

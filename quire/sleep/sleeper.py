@@ -17,7 +17,6 @@ from quire.engine.sleep_state import MEMORY_TAGS, WEIGHTS, EngineSleepState
 from quire.engine.step_loop import Clock
 from quire.errors import ConflictError, StartupError, ValidationError
 from quire.executor.base import Executor
-from quire.processes import collect_garbage
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,6 @@ class Sleeper(CoreFeature):
         if level > 0:
             self.forget()  # the worker frees the rows
             self._executor.sleep(level)
-            collect_garbage()
         self.rest = self.rest.deeper(level)
         logger.info("asleep at level %d: %s", self.rest.level, ", ".join(sorted(self.rest.asleep)))
         return sorted(self.rest.asleep)

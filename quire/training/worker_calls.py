@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -63,16 +64,28 @@ def check_finite(worker: Worker, model_dir: str) -> None:
     if worker.rank:
         return
     try:
-        for file in open_files(Path(model_dir)):
-            for info in file.tensors.values():
-                whole = file.part(info, tuple(slice(0, size) for size in info.shape))
-                if info.dtype in EXPONENTS and not _is_finite(whole):
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            for name, is_finite in threads.map(_check_part, _float_parts(Path(model_dir))):
+                if not is_finite:
                     raise ValidationError(
-                        f"tensor {info.name!r} has values that are not finite; the old weights stay",
+                        f"tensor {name!r} has values that are not finite; the old weights stay",
                         param="update_info",
                     )
     except ModelLoadError as error:
         raise ValidationError(str(error).replace(f"{model_dir}/", ""), param="update_info") from None
+
+
+def _float_parts(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floats of a checkpoint with their tensor's name, in parts of a few MiB."""
+    for file in open_files(model_dir):
+        for info in file.tensors.values():
+            if info.dtype in EXPONENTS:
+                whole = file.part(info, tuple(slice(0, size) for size in info.shape))
+                yield from ((info.name, part) for part in torch.split(whole.reshape(-1), 16 * STRETCH))
+
+
+def _check_part(part: tuple[str, Tensor]) -> tuple[str, bool]:
+    return part[0], _is_finite(part[1])
 
 
 def _is_finite(tensor: Tensor) -> bool:

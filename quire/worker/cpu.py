@@ -160,10 +160,11 @@ class CpuMemory:
         if self.outputs is None:
             self.outputs = Arena(self._output_bytes(config))
 
-    def give_back(self) -> None:
+    def give_back(self, *, collects: bool = True) -> None:
         """Free the outputs, garbage, and what the C library keeps for later, if it has `malloc_trim` (glibc)."""
         self.outputs = None
-        collect_garbage()
+        if collects:
+            collect_garbage()
         trim = getattr(CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

@@ -505,8 +505,9 @@ class GpuMemory:
         """Return None: the KV cache may take all usable memory of a GPU."""
         return None
 
-    def give_back(self) -> None:
-        collect_garbage()
+    def give_back(self, *, collects: bool = True) -> None:
+        if collects:
+            collect_garbage()
         self._module.empty_cache()
 
 

@@ -185,14 +185,15 @@ class ModelRunner:
         self._logits = RowLogits(
             model, self.batch, self._vocab_size, config.max_added_tokens, device.transfers
         )
+        batch = self.batch  # not `self`: a runner must not be part of a cycle (see `Worker.commit_weights`)
         self._samplers = Samplers(
             lambda width: Sampler(
-                self.batch,
+                batch,
                 width,
                 device.transfers,
                 logprobs_mode=mode,
                 processors=() if is_rehearsal else make_logits_processors(config),
-                features=_logits_features(features, self.batch, width),
+                features=_logits_features(features, batch, width),
             ),
             self._logits,
             self._vocab_size,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
@@ -64,6 +66,24 @@ def refused_memory(purpose: str, remedy: str) -> Iterator[None]:
             reason[reason.index(_TRIED) :].split(".")[0] if _TRIED in reason else "Python's allocator failed"
         )
         raise StartupError(f"not enough memory for {purpose} ({tried}); {remedy}") from error
+
+
+class Dropped:
+    """Objects and tensors that are about to be dropped; they are not kept."""
+
+    def __init__(self, objects: Iterable[object], tensors: Iterable[Tensor] = ()) -> None:
+        self._objects = [weakref.ref(each) for each in objects if each is not None]
+        self._storages = [
+            StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            for tensor in tensors
+        ]
+
+    @property
+    def are_left(self) -> bool:
+        """True if one is still there, such as in a cycle."""
+        if any(each() is not None for each in self._objects):
+            return True
+        return not all(storage.expired() for storage in self._storages)  # type: ignore[no-untyped-call]
 
 
 class LoadedModels(NamedTuple):
@@ -247,6 +267,7 @@ class Worker:
 
     def sleep(self, level: int) -> None:
         """Free the KV cache, and park (level 1) or drop (level 2) the weights. All rows are lost."""
+        dropped = Dropped([self._runner, self._copier, self._model if level == 2 else None], self._tensors)
         if self._runner is not None:
             self._runner.read_all()
             self._runner = self._copier = None
@@ -260,7 +281,7 @@ class Worker:
                 feature.unload()
         elif self._model is not None and self._parked is None and self._device.parks_weights:
             self._parked = import_place(PARKED_WEIGHTS)([*self._models()], self._device.transfers)
-        self._device.memory.give_back()
+        self._device.memory.give_back(collects=dropped.are_left)
 
     def wake_up(self, tag: str) -> None:
         """Restore the weights or the KV cache.
@@ -304,6 +325,7 @@ class Worker:
         """
         beside, self._beside = self._beside, None
         assert beside is not None, "commit_weights() without prepare_weights()"
+        dropped = Dropped([self._runner, self._model])
         if self._runner is not None:
             self._runner.read_all()
             self._runner = None
@@ -311,7 +333,7 @@ class Worker:
         for use in uses:
             use()
         del beside
-        self._device.memory.give_back()
+        self._device.memory.give_back(collects=dropped.are_left)
         if self._rows is not None:  # its store holds rows of the old weights
             self._rows.close()
             self._rows = import_place(ROW_MOVER)(self._config, self._kv_config, self._shard, self._stage)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from quire.executor import uniproc
 from quire.models.loader import load_model
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.sleep.parked_weights import ParkedWeights
+from quire.worker import cpu
 from quire.worker import worker as worker_module
 from quire.worker.cpu import CpuDevice
 from tests.models.harness import prepared_config
@@ -196,4 +198,28 @@ def test_memory_really_goes_back_to_the_system(wide_model: Path) -> None:
     engine.wake_up()
     assert loaded - resident() < num_weights * 0.1
     assert tokens(engine, prompt=prompt) == expected
+    engine.shutdown()
+
+
+def test_dropped_models_and_runners_are_in_no_cycle(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each nap and update takes a collection of all garbage, a tenth of a second."""
+    collections = Mock()
+    monkeypatch.setattr(cpu, "collect_garbage", collections)
+    path = tiny_model("llama")
+    engine = started(path)
+    expected = tokens(engine)
+    gc.disable()
+    try:
+        for level in (1, 2):
+            engine.sleep(level)
+            engine.wake_up()
+        engine.sleep(0)
+        engine.replace_weights(str(path), "again")
+        engine.wake_up()
+    finally:
+        gc.enable()
+    assert collections.call_count == 0
+    assert tokens(engine) == expected
     engine.shutdown()
