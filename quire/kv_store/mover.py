@@ -16,7 +16,8 @@ from quire.errors import ConfigError
 from quire.kv_cache.rows import OFFERS, STORE, LeaseStats, RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig
 from quire.kv_store.connector import Connector, open_connector
-from quire.kv_store.disk.store import open_disk_store
+from quire.kv_store.disk.namespaces import MOST_WRITERS
+from quire.kv_store.disk.shared import SharedDiskStore
 from quire.kv_store.namespace import namespace_of
 from quire.kv_store.peer import PeerStore
 from quire.kv_store.row_store import (
@@ -61,7 +62,7 @@ class Movers:
         names = [name for name, _ in rows]
         if place == STORE and action == "find" and self._store is not None and self._store.finds_at_once:
             done: Future[RowResult] = Future()
-            done.set_result(RowResult(self._store.find(names)))
+            done.set_result(_found(self._store, names))
             return done
         if place not in self._threads:
             name = f"quire-kv-{'transfer' if place else 'store'}"
@@ -143,6 +144,14 @@ class Movers:
         return [part[block_id * width : (block_id + 1) * width] for part, width in parts]
 
 
+def _found(store: RowStore, names: list[bytes]) -> RowResult:
+    """Look rows up on the core's thread, which a directory that has gone must not end."""
+    try:
+        return RowResult(store.find(names))
+    except RowStoreError as error:
+        return RowResult([False] * len(names), str(error))
+
+
 def _info_of(row_bytes: int, store: RowStore | None, connector: Connector | None) -> RowStoreInfo:
     host, port = ("", 0) if connector is None else (connector.host, connector.port)
     if store is None:
@@ -193,7 +202,8 @@ def _open_store(asked: KVStoreConfig, place: str, namespace: Namespace) -> RowSt
         peer.find([bytes(NAME_BYTES)])
         logger.info("KV store: connected to %s", place)
         return peer
-    store = open_disk_store(Path(place), namespace, asked.max_bytes, asked.key())
-    access = "" if store.is_writable else ", read only, as another process writes them"
-    logger.info("KV store: %d rows in %s%s", store.stats().num_rows, place, access)
+    store = SharedDiskStore(Path(place), namespace, asked.max_bytes, asked.key())
+    others = f", with those of {store.num_others} other engines" if store.num_others else ""
+    access = "" if store.is_writable else f"; read only, as {MOST_WRITERS} other engines write there"
+    logger.info("KV store: %d rows in %s%s%s", store.stats().num_rows, place, others, access)
     return store

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import EngineError
@@ -63,9 +65,15 @@ class BlockCopier:
 
 def copy_on_host(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
     """Copy blocks on a CPU (`CopyBlocks`)."""
-    source_ids, target_ids = torch.tensor(moves).unbind(1)
+    source_ids, target_ids = np.array(moves).T
     for source, target in zip(sources, targets, strict=True):
-        target.index_copy_(0, target_ids, source.index_select(0, source_ids))
+        _elements(target)[target_ids] = _elements(source)[source_ids]
+
+
+def _elements(tensor: Tensor) -> NDArray[np.void]:
+    """Return a view [blocks] with each block as one element: torch scatters bytes one by one, at 0.5 GiB/s."""
+    content = tensor.view(torch.uint8)
+    return content.numpy().view(f"V{content.shape[1]}")[:, 0]
 
 
 def _check_range(what: str, block_ids: list[int], tensors: Sequence[Tensor]) -> None:

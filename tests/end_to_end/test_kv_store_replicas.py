@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of one server share a directory: one of them writes, all of them read."""
+"""Replicas of one server share a directory: each writes to a part of its own, and all read all of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import pytest
 from quire import SamplingParams
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
+from quire.kv_store.disk.maintenance import list_namespaces
 from quire.kv_store.disk.namespaces import Manifest
-from quire.kv_store.disk.store import open_disk_store
+from quire.kv_store.disk.shared import SharedDiskStore
 from quire.kv_store.row_store import Namespace
 from quire.outputs import RequestOutput
 
@@ -66,10 +67,10 @@ async def ask_until_stored(engine: AsyncLLM, prompt: list[int], replica: int) ->
 
 def num_rows(store: Path) -> int:
     """Return the rows of the only namespace, which no process writes to any more."""
-    (path,) = store.glob("*/namespace.json")
+    path = next(store.glob("*/namespace.json"))
     manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    rows = open_disk_store(store, Namespace(manifest.values, manifest.row_bytes), 1 << 30)
-    assert rows.is_writable, "a replica has left its lock"
+    assert not any(state.is_in_use for state in list_namespaces(store)), "a replica has left its lock"
+    rows = SharedDiskStore(store, Namespace(manifest.values, manifest.row_bytes), 1 << 30)
     count = len(rows.names())
     rows.close()
     return count

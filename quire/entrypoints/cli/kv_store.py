@@ -114,7 +114,7 @@ def serve(address: str, directory: Path | None, max_gb: float, key_file: str | N
     Rows are in memory unless --dir is given. They travel unencrypted: use a trusted network.
     """
     from quire.config.kv_store import read_key
-    from quire.kv_store.disk.store import open_disk_store
+    from quire.kv_store.disk.shared import SharedDiskStore
     from quire.kv_store.memory import MemoryStore, RowMemory
     from quire.kv_store.row_store import Namespace, RowStore
     from quire.kv_store.server import serve as serve_rows
@@ -127,7 +127,7 @@ def serve(address: str, directory: Path | None, max_gb: float, key_file: str | N
     def open_store(namespace: Namespace) -> RowStore:
         if directory is None:
             return MemoryStore(namespace, memory)
-        return open_disk_store(directory, namespace, max_bytes)
+        return SharedDiskStore(directory, namespace, max_bytes)
 
     serve_rows(address, open_store, None if key_file is None else read_key(key_file, "--key-file"))
 

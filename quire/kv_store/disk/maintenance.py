@@ -146,7 +146,7 @@ def _state(root: Root, digest: str) -> NamespaceState:
 
 
 def _check(opened: OpenNamespace, count: Callable[[int], object]) -> NamespaceCheck:
-    result = NamespaceCheck(opened.digest, is_repaired=opened.is_writer)
+    result = NamespaceCheck(opened.name, is_repaired=opened.is_writer)
     for _, file in opened.segment_files():
         with _segment(opened, file) as segment:
             if segment is not None:

@@ -2,9 +2,10 @@
 """The user's directory of namespaces: who uses which, what they take up, and which have to go.
 
     DIR/<digest of the namespace>/namespace.json, lock, 00000001.rows, ...
+    DIR/<digest of the namespace>.1/...  # of a second engine that writes at the same time, and so on
 
-Invariant: a namespace is made, locked or deleted only under the lock of DIR itself. The process that holds the
-lock of a namespace is its writer, until it closes the store or ends.
+Invariant: a directory of rows is made, locked or deleted only under the lock of DIR itself. The process that holds the
+lock of such a directory is its writer, until it closes the store or ends.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from quire.kv_store.disk.segment import segment_number
 from quire.kv_store.row_store import Namespace
 
 logger = logging.getLogger(__name__)
-_DIGEST = re.compile(r"[0-9a-f]{32}")
+_NAME = re.compile(r"[0-9a-f]{32}(\.[1-9][0-9]?)?")
 _MANIFEST = "namespace.json"
 _LOCK = "lock"
+MOST_WRITERS = 16
+"""Engines that save rows of one namespace at a time; further ones only read."""
 POLL_S = 0.001
 _MAX_MANIFEST_BYTES = 1 << 20
 
@@ -55,18 +58,19 @@ class OpenNamespace:
     Attributes:
         fd: the directory.
         path: the directory, for messages.
-        digest: its name.
+        name: its name, the digest and the number of the writer.
+        digest: that of the namespace.
         is_writer: this process holds the lock.
     """
 
-    def __init__(self, root: int, directory: Path, digest: str, *, create: bool) -> None:
-        self.path = directory / digest
-        self.digest = digest
-        self.fd = open_directory(root, digest, self.path, create=create)
+    def __init__(self, root: int, directory: Path, name: str, *, create: bool, write: bool = True) -> None:
+        self.path = directory / name
+        self.name, self.digest = name, name.partition(".")[0]
+        self.fd = open_directory(root, name, self.path, create=create)
         self._lock = -1
         try:
             self._lock = open_file(self.fd, _LOCK, os.O_RDWR | os.O_CREAT)
-            self.is_writer = try_lock(self._lock)
+            self.is_writer = write and try_lock(self._lock)
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -143,13 +147,17 @@ class Root:
         self.path = directory
         self.fd = open_root(directory, create=create)
 
-    def open_namespace(self, namespace: Namespace, key: str | None) -> OpenNamespace:
-        """Open the directory of a namespace, as its writer if nobody else is. The caller holds the lock of the root.
+    def open_namespace(
+        self, namespace: Namespace, key: str | None, name: str | None = None, *, write: bool = True
+    ) -> OpenNamespace:
+        """Open a directory of a namespace, by default the first one, as its writer if it has none.
+
+        The caller holds the lock of the root. With `write` false, it needs none, and the directory must exist.
 
         Raises:
             ConfigError: it holds rows of another namespace or key, or cannot be used.
         """
-        opened = OpenNamespace(self.fd, self.path, namespace.digest, create=True)
+        opened = OpenNamespace(self.fd, self.path, name or namespace.digest, create=write, write=write)
         try:
             self._check(opened, Manifest(dict(namespace.values), namespace.row_bytes, key))
         except ConfigError:
@@ -157,8 +165,31 @@ class Root:
             raise
         return opened
 
+    def open_own(self, namespace: Namespace, key: str | None) -> OpenNamespace:
+        """Open the first directory of a namespace without a writer as its writer, or the first one without that.
+
+        The caller holds the lock of the root.
+
+        Raises:
+            ConfigError: see `open_namespace`.
+        """
+        for number in range(MOST_WRITERS):
+            opened = self.open_namespace(namespace, key, f"{namespace.digest}.{number}" if number else None)
+            if opened.is_writer:
+                return opened
+            opened.close()
+        return self.open_namespace(namespace, key, write=False)
+
+    def names_of(self, digest: str) -> list[str]:
+        """Return the names of all directories of a namespace.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        return [name for name in self.digests() if name.partition(".")[0] == digest]
+
     def digests(self) -> list[str]:
-        """Return the names of all namespaces.
+        """Return the names of all directories of rows.
 
         Raises:
             OSError: the directory cannot be read.
@@ -167,11 +198,11 @@ class Root:
             return sorted(
                 entry.name
                 for entry in entries
-                if _DIGEST.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+                if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
             )
 
     def open_existing(self, digest: str) -> OpenNamespace:
-        """Open a namespace by its digest. The caller holds the lock of the root.
+        """Open a directory of rows by its name. The caller holds the lock of the root.
 
         Raises:
             ConfigError: it cannot be used.

@@ -3,7 +3,7 @@
 
 Invariants: the index has exactly the slots whose records in memory are in use, and every other slot of this process's
 segments is in `_free`. The order of the index is the order of use, and sequence numbers of records repeat it on disk.
-One process writes to a namespace; others read, and see new rows at most REFRESH_S later.
+One process writes to a directory of rows; others read, and see new rows at most REFRESH_S later.
 """
 
 from __future__ import annotations
@@ -47,22 +47,23 @@ _SLOTS = 1 << 32  # A place is segment number * _SLOTS + slot, so neighbouring s
 
 
 def open_disk_store(
-    directory: Path, namespace: Namespace, max_bytes: int, key: bytes | None = None
+    directory: Path, namespace: Namespace, max_bytes: int, key: bytes | None = None, *, beside: bool = False
 ) -> DiskStore:
-    """Open the rows of a namespace, as their writer if no other process is.
+    """Open the rows of a namespace in its first directory, as their writer if no other process is.
 
     Args:
         directory: directory of all namespaces; made if it is missing.
         namespace: what rows depend on beside their names.
         max_bytes: limit for all files below `directory`. Namespaces that no process writes to are deleted to keep it.
         key: 32 bytes to encrypt rows with; None: rows are stored as they are.
+        beside: write to a directory beside the first one if that has a writer. Engines do so (`shared.py`).
 
     Raises:
         ConfigError: the directory cannot be used, the limit has no room for a row, or the key does not fit the rows.
         RowStoreError: the disk does not work.
     """
     sealer = None if key is None else Sealer(key, namespace.digest)
-    layout = SegmentLayout(namespace.digest, namespace.row_bytes + (OVERHEAD_BYTES if sealer else 0))
+    layout = _layout_of(namespace, sealer)
     if layout.num_slots_in(max_bytes) == 0:
         raise ConfigError(
             f"{max_bytes} bytes for the KV cache in {directory} have no room for one row; "
@@ -71,11 +72,34 @@ def open_disk_store(
     root = Root(directory.absolute(), create=True)
     try:
         with _disk_errors(root.path), root.locked():
-            opened = root.open_namespace(namespace, sealer.fingerprint if sealer else None)
+            fingerprint = sealer.fingerprint if sealer else None
+            opened = (root.open_own if beside else root.open_namespace)(namespace, fingerprint)
             return DiskStore(root, opened, layout, max_bytes, sealer)
     except BaseException:
         root.close()
         raise
+
+
+def open_rows_of(directory: Path, namespace: Namespace, name: str, key: bytes | None) -> DiskStore:
+    """Open the rows in a directory of another writer, to read them only.
+
+    Raises:
+        ConfigError: it has gone, cannot be used, or has rows of another key.
+        RowStoreError: the disk does not work.
+    """
+    sealer = None if key is None else Sealer(key, namespace.digest)
+    root = Root(directory.absolute(), create=False)
+    try:
+        with _disk_errors(root.path):
+            opened = root.open_namespace(namespace, sealer.fingerprint if sealer else None, name, write=False)
+            return DiskStore(root, opened, _layout_of(namespace, sealer), 0, sealer)
+    except BaseException:
+        root.close()
+        raise
+
+
+def _layout_of(namespace: Namespace, sealer: Sealer | None) -> SegmentLayout:
+    return SegmentLayout(namespace.digest, namespace.row_bytes + (OVERHEAD_BYTES if sealer else 0))
 
 
 class DiskStore:
@@ -109,6 +133,7 @@ class DiskStore:
         self._grow_at = 0.0
         self._is_closed = False
         self.is_writable = opened.is_writer
+        self.name = opened.name
         try:
             self._open_segments()
         except BaseException:
@@ -161,6 +186,14 @@ class DiskStore:
 
     def names(self) -> list[bytes]:
         return list(self._index) if self._sealer is None else list(self._names.values())
+
+    def directories(self) -> list[str]:
+        """Return the names of all directories of this namespace.
+
+        Raises:
+            OSError: they cannot be listed.
+        """
+        return self._root.names_of(self._layout.digest)
 
     def pop_removed(self) -> list[bytes]:
         return [self._removed.popleft() for _ in range(len(self._removed))]
@@ -216,7 +249,7 @@ class DiskStore:
 
     def _shrink(self) -> None:
         """Delete other namespaces, then this one's least recently used segments, until all fit into the limit."""
-        excess = self._root.make_room(self._max_bytes, self._layout.digest) - self._max_bytes
+        excess = self._root.make_room(self._max_bytes, self._opened.name) - self._max_bytes
         if excess <= 0:
             return
         for number in sorted(self._segments, key=lambda number: self._segments[number].last_use()):
@@ -379,7 +412,7 @@ class DiskStore:
         usual = max(min(SEGMENT_BYTES, self._max_bytes // 8), self._max_bytes // MAX_SEGMENTS)
         wanted = max(MIN_SEGMENT_ROWS, self._layout.num_slots_in(usual))
         others = self._max_bytes - self._layout.segment_bytes(wanted)
-        total = self._root.make_room(max(0, others), self._layout.digest)
+        total = self._root.make_room(max(0, others), self._opened.name)
         return min(wanted, self._layout.num_slots_in(self._max_bytes - total))
 
     def _drop(self, name: bytes) -> None:
