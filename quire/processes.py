@@ -90,6 +90,13 @@ def end_imports() -> None:
     """Start the collector again; it skips the objects that exist by now."""
     gc.freeze()
     gc.enable()
+    atexit.register(_unfreeze_bindings)
+
+
+def _unfreeze_bindings() -> None:
+    """Let Triton's objects be collected: its bindings report those that outlive them on stderr."""
+    if "triton" in sys.modules:  # else the last collection would only take time
+        gc.unfreeze()
 
 
 def freeze_garbage() -> None:

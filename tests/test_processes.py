@@ -4,6 +4,7 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -34,6 +35,27 @@ def test_frozen_garbage_is_collected_and_the_rest_stays_frozen() -> None:
         gc.unfreeze()
     collect_garbage()
     assert gc.get_freeze_count() == 0
+
+
+_BINDINGS = """
+import sys, types
+from quire.processes import uncollected
+class Node:
+    def __del__(self, write=sys.stdout.write):
+        write("freed")
+node = Node()
+node.own = node
+with uncollected():
+    if len(sys.argv) > 1:
+        sys.modules["triton"] = types.ModuleType("triton")
+del node
+"""
+
+
+def test_objects_of_bindings_are_freed_before_the_end() -> None:
+    for arguments, printed in ([], ""), (["triton"], "freed"):
+        command = [sys.executable, "-c", _BINDINGS, *arguments]
+        assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == printed
 
 
 def test_start_python_works_in_root_with_our_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

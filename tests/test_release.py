@@ -126,7 +126,9 @@ def test_cross_compiler_is_debians_or_zigs(tmp_path: Path, monkeypatch: pytest.M
     assert command[5].startswith(f"{other}-linux-gnu.2.")
     assert packages.compiler_for(platform.machine()) is None
     program = packages.as_program(["/bin/echo", "a b"], tmp_path / "new")
-    assert subprocess.check_output([program, "c"], text=True) == "a b c\n"
+    given = [program, "c", "-march=armv8.2-a+dotprod+i8mm", "-O3 d"]
+    shown = subprocess.check_output(given, text=True)
+    assert shown == "a b c -mcpu=generic+v8_2a+dotprod+i8mm -O3 d\n"  # Zig's name
     assert packages.as_program(["/bin/echo"], tmp_path) == "/bin/echo"
 
 

@@ -31,6 +31,14 @@ ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 """Numbers of the machines in the header of an ELF file."""
 GLIBC = "2.28"
 """Oldest glibc of a library that Zig compiles."""
+ZIG_NAMES = """\
+for argument do
+  shift
+  case $argument in -march=armv8.2-a*) argument=-mcpu=generic+v8_2a${argument#-march=armv8.2-a};; esac
+  set -- "$@" "$argument"
+done
+"""
+"""Lines of a shell script that replace GCC's names of Arm's architectures by those that Zig knows."""
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
@@ -65,7 +73,7 @@ def as_program(command: list[str], folder: Path) -> str:
         return command[0]
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "c++"
-    program.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    program.write_text(f'#!/bin/sh\n{ZIG_NAMES}exec {shlex.join(command)} "$@"\n')
     program.chmod(0o755)
     return str(program)
 
@@ -108,7 +116,15 @@ def compile_kernels(machine: str, to: Path) -> Path:
     fresh = not (folder / "CMakeCache.txt").exists()
     ninja = ["-GNinja"] if fresh and shutil.which("ninja") else []
     run(
-        "cmake", "-S", ROOT / "csrc/cpu", "-B", folder, *ninja, "-DQUIRE_ISAS=all", *([] if native else cross)
+        "cmake",
+        "-S",
+        ROOT / "csrc/cpu",
+        "-B",
+        folder,
+        *ninja,
+        "-DQUIRE_ISAS=all",
+        "-DQUIRE_COMPLETE=ON",
+        *([] if native else cross),
     )
     run("cmake", "--build", folder, "--parallel", str(os.cpu_count() or 1))
     run("cmake", "--install", folder, "--strip", "--prefix", to)

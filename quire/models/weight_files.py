@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelLoadError
-from quire.models.checkpoint_files import MAX_TEXT_BYTES, has_file
+from quire.models.checkpoint_files import MAX_TEXT_BYTES, has_file, unreadable
 from quire.models.gguf.model import is_gguf, part_paths
 from quire.models.json_object import optional_json_object, read_json_object
 
@@ -116,7 +116,11 @@ class StoredTensors:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names in the index, or else in the headers; empty if there are no readable files."""
+        """Names in the index, or else in the headers; empty if there are no such files.
+
+        Raises:
+            ModelLoadError: the system does not let us read a file.
+        """
         first = _first_file(self._dir)
         if first is not None and first.name.endswith(_INDEX_END):
             return tuple(read_json_object(first).child("weight_map").values)
@@ -137,9 +141,12 @@ class StoredTensors:
 def _header(path: Path) -> dict[str, StoredTensor]:
     if not has_file(path):
         return {}
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        text = file.read(size) if size <= MAX_TEXT_BYTES else b""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            text = file.read(size) if size <= MAX_TEXT_BYTES else b""
+    except OSError as error:
+        raise unreadable(path, error) from error
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):

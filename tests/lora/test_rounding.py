@@ -20,7 +20,7 @@ from quire.lora.modules import quantize_adapter
 from quire.lora.store import AdapterSlots
 from quire.lora.targets import Targets
 from tests.fixtures.tiny_models import oracle_of
-from tests.kernels.op_cases import lora_stacks
+from tests.kernels.op_cases import low_rank_stacks
 from tests.lora.adapters import linear_shapes, write_adapter
 from tests.models.harness import load_tiny, logits_of
 from tests.models.test_parity import prompts
@@ -37,7 +37,7 @@ def product(stacks: LowRankStacks, slot: int, part: int) -> Tensor:
 
 def test_adapter_error_is_bounded_by_both_quantization_steps() -> None:
     torch.manual_seed(0)
-    exact = lora_stacks(4, PARTS, INPUTS, 16)
+    exact = low_rank_stacks(4, PARTS, INPUTS, 16)
     exact.scales.copy_(torch.rand(4, len(PARTS), 1).expand_as(exact.scales))
     integers = quantize_adapter(exact, torch.int8)
     assert (integers.a.dtype, integers.b.dtype) == (torch.int8, torch.int8)
@@ -64,7 +64,7 @@ def test_zero_adapter_stays_zero() -> None:
 
 
 def test_floats_are_left_as_they_are() -> None:
-    stacks = lora_stacks(1, PARTS, INPUTS, 16, torch.bfloat16)
+    stacks = low_rank_stacks(1, PARTS, INPUTS, 16, torch.bfloat16)
     assert quantize_adapter(stacks, torch.bfloat16) is stacks
 
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from quire.engine.startup import load_tokenizer, prepare
 from quire.errors import ModelLoadError, StartupError
 from quire.models.checkpoint_files import has_file, read_text
 from quire.models.safetensors_file import SafetensorsFile
-from quire.models.weight_files import weight_files
+from quire.models.weight_files import StoredTensors, weight_files
 from tests.fixtures.folded import folded
 
 DEMO = Path(quire.__path__[0]) / "assets" / "quire-demo"
@@ -111,3 +113,18 @@ def test_read_text_bounds_its_size(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("abcd")
     with pytest.raises(ModelLoadError, match="has 4 bytes, more than the limit of 3"):
         read_text(tmp_path / "x", 3)
+
+
+def test_weights_that_may_not_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"")
+    own = Path.open
+
+    def refuse(self: Path, *args: Any, **options: Any) -> Any:  # a superuser may read any file
+        if self == path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return own(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: cannot be read: Permission denied"):
+        _ = StoredTensors(tmp_path).names

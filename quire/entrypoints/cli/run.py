@@ -13,6 +13,7 @@ import enum
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import os
 import re
@@ -295,7 +296,7 @@ def run(words: tuple[str, ...], system_prompt: str | None, raw: bool, **params: 
     is_chat = prompt is None and sys.stdin.isatty()
     if is_chat and raw:
         raise click.UsageError("--raw needs a PROMPT")
-    text = sys.stdin.read() if prompt in (None, "-") and not is_chat else prompt or ""
+    text = _standard_input() if prompt in (None, "-") and not is_chat else prompt or ""
     if params["max_tokens"] is None:
         params["max_tokens"] = CHAT_TOKENS if is_chat else PROMPT_TOKENS
     config = engine_config(params)
@@ -319,6 +320,25 @@ def run(words: tuple[str, ...], system_prompt: str | None, raw: bool, **params: 
     finally:
         media.close()
         engine.shutdown()
+
+
+def _standard_input() -> str:
+    """Return the prompt on standard input.
+
+    Raises:
+        UsageError: it is empty, or no text of the locale's encoding.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")  # the POSIX locale lets bytes through that are no text
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise click.UsageError(
+            f"standard input is not {error.encoding} text, by its byte {error.start}"
+        ) from None
+    if not text.strip():
+        raise click.UsageError("standard input is empty; give a PROMPT, or run it on a terminal to chat")
+    return text
 
 
 def model_and_prompt(words: Sequence[str], model: str | None) -> tuple[str | None, str | None]:

@@ -75,6 +75,23 @@ def test_raw_text_from_standard_input(
     assert capsys.readouterr().out == expected.outputs[0].text + "\n"
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b" \n", "standard input is empty; give a PROMPT"),
+        (b"caf\xe9", "standard input is not utf-8 text, by its byte 3"),
+    ],
+    ids=["empty", "latin-1"],
+)
+def test_standard_input_without_a_prompt_is_a_mistake(
+    content: bytes, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(["run"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_seed_decides(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for seed in ("3", "3", "4"):
