@@ -38,6 +38,12 @@ class LoRAConfig(Config):
         ge=0,
         le=4096,
     )
+    default_mm_loras: dict[str, Any] = option(
+        {},
+        'Adapters of prompts with media, by kind, as JSON: {"image": "DIRECTORY", "audio": "DIRECTORY"}. '
+        "Default: those in the directory of a model that has some.",
+        metavar="JSON",
+    )
 
     @property
     def num_kept(self) -> int:
