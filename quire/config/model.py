@@ -40,8 +40,7 @@ class LoRAConfig(Config):
     )
     default_mm_loras: dict[str, Any] = option(
         {},
-        'Adapters of prompts with media, by kind, as JSON: {"image": "DIRECTORY", "audio": "DIRECTORY"}. '
-        "Default: those in the directory of a model that has some.",
+        'Adapters of prompts with media, by kind, as JSON: {"image": "DIRECTORY"}. Default: those in the checkpoint.',
         metavar="JSON",
     )
 

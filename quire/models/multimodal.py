@@ -95,7 +95,6 @@ class Wrapper:
 
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
-_PHI4 = WrappedLanguageModel("Phi3ForCausalLM", (200064, 3072, 8192, 32, 32, 8, 131072))
 LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "gemma": WrappedLanguageModel("GemmaForCausalLM", (256000, 3072, 24576, 28, 16, 16, 8192)),
     "gemma2": WrappedLanguageModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8, 4, 8192)),
@@ -106,8 +105,8 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "llama4_text": WrappedLanguageModel("Llama4ForCausalLM"),
     "ministral3": WrappedLanguageModel("Ministral3ForCausalLM"),
     "mistral": WrappedLanguageModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32, 8, 131072)),
-    "phi4_multimodal": _PHI4,
-    "phi4mm": _PHI4,
+    "phi4_multimodal": WrappedLanguageModel("Phi3ForCausalLM", (200064, 3072, 8192, 32, 32, 8, 131072)),
+    "phi4mm": WrappedLanguageModel("Phi3ForCausalLM"),
     "qwen2": WrappedLanguageModel("Qwen2ForCausalLM", (151936, 4096, 22016, 32, 32, 32, 32768)),
     "qwen2_vl": _QWEN2,
     "qwen2_vl_text": _QWEN2,
