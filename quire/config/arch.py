@@ -102,6 +102,10 @@ class Multimodal:
     projector: str = ""  # GGUF file with the encoder; empty: it is in the checkpoint.
     # Names of the files that its processor reads -> their objects, as JSON; empty: they are in the checkpoint.
     processor_files: str = ""
+    # Piece of names that a checkpoint of the language model alone lacks; empty: there is none.
+    infix: str = ""
+    # Kind of media -> directory in the checkpoint with the adapter of prompts that have some; the first kind counts.
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def encoder_positions(self) -> int:
@@ -120,6 +124,7 @@ class Multimodal:
 
     def name_alone(self, name: str) -> str:
         """Return the name of a tensor or module in a checkpoint of the language model alone."""
+        name = name.replace(self.infix, "") if self.infix else name
         for beginning, alone in self.inside.items():
             if name.startswith(beginning):
                 return alone + name.removeprefix(beginning)

@@ -38,6 +38,11 @@ class LoRAConfig(Config):
         ge=0,
         le=4096,
     )
+    default_mm_loras: dict[str, Any] = option(
+        {},
+        'Adapters of prompts with media, by kind, as JSON: {"image": "DIRECTORY"}. Default: those in the checkpoint.',
+        metavar="JSON",
+    )
 
     @property
     def num_kept(self) -> int:

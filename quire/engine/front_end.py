@@ -32,6 +32,7 @@ from quire.config import EngineConfig
 from quire.engine.core_choice import make_core_choice
 from quire.engine.file_states import check_files
 from quire.engine.input_processor import InputProcessor
+from quire.engine.media_adapters import MediaAdapters
 from quire.engine.messages import (
     AbortRequests,
     CoreMessage,
@@ -382,6 +383,7 @@ class FrontEnd:
         self._contents: AdapterContents | None = (
             import_place(ADAPTER_CONTENTS)(config) if reads_contents else None
         )
+        self._media_adapters = MediaAdapters(config, self.completed_adapter)
 
     # State
 
@@ -505,7 +507,9 @@ class FrontEnd:
         cores = self._cores_for(data_parallel_rank)
         name = self._in_flight.new_name(label)
         tracked_sink = self._with_removal(name, sink)
-        adapter_request = self.completed_adapter(adapter_request)
+        adapter_request = self._media_adapters.adapter_of(
+            prompt.media, self.completed_adapter(adapter_request)
+        )
         terms = Terms(priority=priority, tenant=tenant, adapter_request=adapter_request)
         owner = self._owners.get(type(params))
         if owner is not None:

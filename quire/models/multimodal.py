@@ -86,6 +86,12 @@ class Wrapper:
     """Keys of the language model that hold for prompts with media only, whose spans say the same."""
     beside: Mapping[str, Any] = field(default_factory=dict)
     """Values that the language model's config lacks."""
+    placeholder_ids: frozenset[int] = frozenset()
+    """Placeholder tokens that config.json does not name."""
+    infix: str = ""
+    """See `Multimodal.infix`."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """See `Multimodal.adapters`."""
 
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
@@ -99,6 +105,8 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "llama4_text": WrappedLanguageModel("Llama4ForCausalLM"),
     "ministral3": WrappedLanguageModel("Ministral3ForCausalLM"),
     "mistral": WrappedLanguageModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32, 8, 131072)),
+    "phi4_multimodal": WrappedLanguageModel("Phi3ForCausalLM", (200064, 3072, 8192, 32, 32, 8, 131072)),
+    "phi4mm": WrappedLanguageModel("Phi3ForCausalLM"),
     "qwen2": WrappedLanguageModel("Qwen2ForCausalLM", (151936, 4096, 22016, 32, 32, 32, 32768)),
     "qwen2_vl": _QWEN2,
     "qwen2_vl_text": _QWEN2,
@@ -134,6 +142,7 @@ def _translator(architecture: str, models: str, length: str | int = "max_positio
 
 
 _HEARING = ("audio_tower", "multi_modal_projector")
+_PHI4_ADAPTERS = {"image": "vision-lora"}
 _LLAVA_NEXT = ("vision_tower", "multi_modal_projector", "image_newline")
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -182,6 +191,22 @@ WRAPPERS: dict[str, Wrapper] = {
             of_media=("use_bidirectional_attention",),
         ),
         _translator("PegasusForConditionalGeneration", "Pegasus"),
+        Wrapper(
+            "Phi4MMForCausalLM",
+            "Phi-4-multimodal, its images",
+            ("embed_tokens_extend", r".*\.lora_[AB]"),
+            {},
+            placeholder_ids=frozenset({200010, 200011}),
+            infix=".base_layer",
+            adapters=_PHI4_ADAPTERS,
+        ),
+        Wrapper(
+            "Phi4MultimodalForCausalLM",
+            "the same in the form of transformers",
+            ("embed_tokens_extend",),
+            {},
+            adapters=_PHI4_ADAPTERS,
+        ),
         Wrapper("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", ("visual",)),
         Wrapper("Qwen2AudioForConditionalGeneration", "Qwen 2 Audio 7B", _HEARING),
         Wrapper("Qwen2VLForConditionalGeneration", "Qwen 2 VL", ("visual",)),
@@ -248,11 +273,12 @@ def language_model_of(
     length = _encoder_length(config, text, wrapper)
     if wrapper.reads_images:
         alone = alone.with_values(max_source_positions=length)
+    parts = (config, text, eyes, config.child("audio_config"))
     part_of = Multimodal(
         architecture,
         wrapper.inside,
         unused,
-        _placeholder_ids(config) | _placeholder_ids(text),
+        wrapper.placeholder_ids.union(*map(_placeholder_ids, parts)),
         json.dumps(dict(config.values)),
         _sections(text),
         LANGUAGE_MODELS[kind].interleaved,
@@ -262,6 +288,8 @@ def language_model_of(
         wrapper.reads_text,
         _decoder_length(alone, wrapper, length),
         wrapper.reads_images,
+        infix=wrapper.infix,
+        adapters=wrapper.adapters,
     )
     return with_kind_renamed(alone, {"mrope": "default"}), part_of
 

@@ -39,6 +39,11 @@ _QWEN3 = Family(
 )
 _TILES = "tiles with markers of row and column, the whole image last"
 
+_PHI4 = Family(
+    f"{_PROCESSORS}.phi4:Phi4Processor",
+    f"{_TOWERS}.phi4:Phi4Tower",
+    images="one run: up to 36 crops in rows with separators, the whole image last",
+)
 _BART, _T5 = Family("", f"{_TOWERS}.text:BartTower"), Family("", f"{_TOWERS}.text:T5Tower")
 
 FAMILIES: dict[str, Family] = {
@@ -102,6 +107,8 @@ FAMILIES: dict[str, Family] = {
         images="one run of fixed length; the whole prompt is seen both ways",
     ),
     "PegasusForConditionalGeneration": _BART,
+    "Phi4MMForCausalLM": _PHI4,
+    "Phi4MultimodalForCausalLM": _PHI4,
     "Qwen2AudioForConditionalGeneration": Family(
         f"{_PROCESSORS}.sound:Qwen2AudioProcessor",
         f"{_TOWERS}.sound:Qwen2AudioTower",

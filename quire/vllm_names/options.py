@@ -209,7 +209,6 @@ _ADAPTERS = (
     refused(
         "max_prompt_adapters max_prompt_adapter_token prompt_adapters", "use a LoRA adapter (docs/lora.md)"
     ),
-    refused("default_mm_loras", "name the adapter in each request"),
     refused("lora_target_modules", "an adapter applies to the layers that its files name"),
 )
 

@@ -100,13 +100,8 @@ def test_greedy_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
     assert stats["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.every if name == "phi4-multimodal-text" else pytest.mark.more)
-        for name in sorted(HOSTED.keys() - {*SOME_HOSTED, *FAMILIES})
-    ],
-)
+@pytest.mark.more
+@pytest.mark.parametrize("name", sorted(HOSTED.keys() - {*SOME_HOSTED, *FAMILIES}))
 def test_transformers_backend_models_match_transformers_tokens(
     name: str, tiny_model: Callable[[str], Path]
 ) -> None:

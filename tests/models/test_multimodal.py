@@ -55,6 +55,8 @@ def test_every_wrapper_has_a_checkpoint_in_the_tests(tiny_model: Callable[[str],
     elsewhere = {
         "Gemma3nForConditionalGeneration",
         "Gemma4ForConditionalGeneration",
+        "Phi4MMForCausalLM",  # tests/multimodal/test_phi4.py
+        "Phi4MultimodalForCausalLM",
         "WhisperForConditionalGeneration",
         *(row.architecture for row in HEARING.values()),  # tests/multimodal
     }

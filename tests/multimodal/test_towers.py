@@ -10,7 +10,7 @@ import torch
 from quire.multimodal.towers.base import Tower
 from quire.multimodal.towers.load import load_tower, warm_up
 from quire.worker.media_rows import Embeddings
-from tests.fixtures.seeing_models import SEEING, Picture, make_seeing
+from tests.fixtures.seeing_models import IMAGE_TOKEN, SEEING, Picture, make_seeing
 from tests.models.harness import prepared_config
 
 
@@ -24,6 +24,10 @@ def _family(request: Any, tmp_path_factory: Any) -> tuple[str, Any, Path]:
 def features_of(model: Any, picture: Picture) -> Embeddings:
     """Return the embeddings that transformers puts in the stream."""
     inputs = {name: torch.from_numpy(array) for name, array in picture.arrays.items()}
+    if hasattr(model.model, "embed_tokens_extend"):
+        ids = torch.full((1, picture.count), IMAGE_TOKEN)
+        rows = torch.zeros(1, picture.count, model.config.hidden_size)
+        return Embeddings(model.model.embed_tokens_extend.image_embed(ids, rows, **inputs)[0])
     found = getattr(model, "model", model).get_image_features(**inputs, return_dict=True)
     values = found.pooler_output
     if values is None:  # Llama 4 projects them later

@@ -50,7 +50,6 @@ RUN: tuple[str, ...] = (
     "MiniMaxM3VLForCausalLM",
     "ModernBertDecoderForCausalLM",
     "PegasusForCausalLM",
-    "Phi4MultimodalForCausalLM",
     "PLBartForCausalLM",
     "RobertaForCausalLM",
     "RobertaPreLayerNormForCausalLM",

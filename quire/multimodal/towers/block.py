@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.config import EngineConfig
@@ -19,6 +20,9 @@ from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear, UnbiasedKeyQKVLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.multimodal.towers.base import NO_STEP, LearnedTable, chunks
+
+_LANES = 8
+_NEVER = -6e4  # Also a number of float16.
 
 
 @dataclass(frozen=True)
@@ -123,11 +127,12 @@ class TowerBlock(Module):
         metadata: GroupMetadata,
         angles: Tensor | None = None,
         relative_bias: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Generator[None, None, Tensor]:
         """Compute x [n, C] -> [n, C]; sequences attend within themselves.
 
         `angles` [n, D] are cosines and then sines by which heads are rotated; None: they are not. `relative_bias` is as
-        `ops.bidirectional_attention` takes it.
+        `ops.bidirectional_attention` takes it. `hidden` [n] are the rows to which no row attends; None: there are none.
         """
         shape = self.shape
         q, k, v = (x.new_empty(len(x), shape.heads, shape.head_dim) for _ in range(3))
@@ -135,6 +140,8 @@ class TowerBlock(Module):
         for rows in chunks(len(x), 3 * per_row):
             q[rows], k[rows], v[rows] = self._heads(x[rows], None if angles is None else angles[rows])
             yield
+        if hidden is not None:
+            q, k, v = _with_hidden(q, k, v, hidden)
         attended = torch.empty_like(q)
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         per_head = 4.0 * len(x) * metadata.max_seq_len * shape.head_dim
@@ -146,7 +153,7 @@ class TowerBlock(Module):
             yield
         out = torch.empty_like(x)
         for rows in chunks(len(x), per_row + 6 * shape.channels * shape.inner):
-            out[rows] = self._rest(x[rows], attended[rows].flatten(1))
+            out[rows] = self._rest(x[rows], attended[rows, :, : shape.head_dim].flatten(1))
             yield
         return out
 
@@ -177,3 +184,12 @@ class TowerBlock(Module):
         scale = self.scales[which]
         assert isinstance(scale, LearnedTable)
         return x * scale.weight
+
+
+def _with_hidden(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return heads with a further dimension, of several for alignment, by which no score of a hidden row counts."""
+    size = q.shape[-1]
+    q, k, v = (F.pad(x, (0, _LANES)) for x in (q, k, v))
+    q[..., size] = 1.0
+    k[..., size] = (hidden * _NEVER).to(k.dtype)[:, None]
+    return q, k, v

@@ -223,6 +223,11 @@ CASES: dict[str, Case] = {
         },
         {"mm_tokens_per_image": 4},
     ),
+    "phi4": Case(
+        "Phi4MultimodalForCausalLM",
+        _on_torchvision,
+        {"image_processor_type": "Phi4MultimodalImageProcessor", "size": {"height": 56, "width": 56}},
+    ),
     "minicpmv": Case(
         "MiniCPMV4_6ForConditionalGeneration",
         _pil("minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),

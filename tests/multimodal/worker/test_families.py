@@ -63,6 +63,15 @@ def joined(pictures: list[Picture]) -> dict[str, Tensor]:
             pads = [((0, 0), (0, most - array.shape[1]), *[(0, 0)] * 3) for array in arrays]
             found[name] = torch.from_numpy(np.concatenate([*map(np.pad, arrays, pads)]))
             continue
+        if name in ("image_pixel_values", "image_attention_mask"):
+            most = max(array.shape[1] for array in arrays)
+            pads = [((0, 0), (0, most - array.shape[1]), *[(0, 0)] * (array.ndim - 2)) for array in arrays]
+            fill = float(name == "image_attention_mask")
+            arrays = [
+                np.pad(array, each, constant_values=fill) for array, each in zip(arrays, pads, strict=True)
+            ]
+            found[name] = torch.from_numpy(np.concatenate(arrays))
+            continue
         of_one_batch = arrays[0].ndim == 5 or name == "pixel_attention_mask"
         found[name] = torch.from_numpy(np.concatenate(arrays, int(of_one_batch)))
     return found
