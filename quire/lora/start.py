@@ -16,7 +16,7 @@ KINDS = ("image", "video", "audio")
 
 
 class LoRAStart(StartFeature):
-    """Finds the adapters of prompts with media; refuses contradictory limits, and rounding that depends on the ranks."""
+    """Finds the adapters of prompts with media; refuses contradictory limits and rounding that ranks would change."""
 
     def resolve(self, config: EngineConfig, id_of: Callable[[str], int | None]) -> Resolution:
         directories = _given(config) or _of_checkpoint(config)
