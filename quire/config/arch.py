@@ -37,6 +37,8 @@ class RopeScaling:
 
     def rotated(self, head_dim: int) -> int:
         """Return the rotated dimensions of a head; a fraction derived from such a number gives that number again."""
+        if self.kind == "proportional":
+            return head_dim
         return int(head_dim * self.partial_rotary_factor + 1e-6)
 
 
@@ -342,13 +344,20 @@ class SharedBlocksArch:
 
 
 @dataclass(frozen=True)
+class TokenRowsArch:
+    """Per-layer token embeddings: each layer adds what it computes from a row of its own (Gemma 3n, Gemma 4)."""
+
+    vocab: int  # Tokens with a row; others have that of token 0.
+    size: int
+    media_token: int = 0  # Token whose row embeddings of media have.
+
+
+@dataclass(frozen=True)
 class AlternatingArch:
-    """Alternating updates: several residual streams, and per-layer token embeddings (Gemma 3n)."""
+    """Alternating updates: several residual streams (Gemma 3n)."""
 
     streams: int
     laurel_rank: int  # Inner size of the linear layers parallel to attention.
-    token_vocab: int  # Tokens with a per-layer embedding.
-    token_size: int  # Size of that embedding.
     sparsity: tuple[float, ...]  # Per layer, the fraction of an MLP's gate that is zeroed.
 
 
@@ -421,6 +430,7 @@ class LayerShape:
     num_kv_heads: int
     intermediate_size: int
     block: str | None = None  # Block structure, if that differs as well; None: as in `ModelArch`.
+    head_dim: int | None = None  # None: as in `ModelArch`.
 
 
 @dataclass(frozen=True)
@@ -569,6 +579,9 @@ class ModelArch:
         False  # The checkpoint has a bias of logits apart from the head ("final_logits_bias").
     )
     crossing_size: int | None = None  # Of the encoder's output, if it is not the hidden size.
+    token_rows: TokenRowsArch | None = None
+    keys_as_values: bool = False  # Layers without a window project keys only, and norm them apart as values.
+    full_layers_causal: bool = False  # Layers without a window never attend ahead, not even within an image.
 
     @property
     def media_size(self) -> int:
@@ -585,6 +598,7 @@ class ModelArch:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             intermediate_size=shape.intermediate_size,
+            head_dim=shape.head_dim or self.head_dim,
         )
 
     def block_of(self, layer: int) -> str:

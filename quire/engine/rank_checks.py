@@ -94,8 +94,8 @@ def _units(config: EngineConfig) -> Iterator[Units]:
         yield Units(arch.num_kv_heads // 2, "pairs of key-value heads", are_replicated=True)
     if "mixture_of_attention" in arch.layer_types:
         yield Units(arch.num_kv_heads, "heads of each of its attention's experts")
-    if arch.alternating is not None:
-        yield Units(arch.alternating.token_size, "features of the per-layer token embedding")
+    if arch.token_rows is not None:
+        yield Units(arch.token_rows.size, "features of the per-layer token embedding")
     if experts is not None and not config.parallel.enable_expert_parallel:
         yield Units(experts.intermediate_size, "features of each of its experts")
     if experts is not None and experts.shared_size:

@@ -10,6 +10,7 @@ runner.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,7 +146,9 @@ class Attention(Module):
     by
     the model, norms each head before that. `alibi` a lowers a score by a * slope * distance, with a slope per head.
     `attention_chunk` c: a token attends within its chunk of the sequence, cut at multiples of c. `sinks`, owned by the
-    model, join every softmax. Heads come in `parts` of equal size, each of which is sharded.
+    model, join every softmax. Heads come in `parts` of equal size, each of which is sharded. Unless `looks_ahead`, a
+    token
+    attends to earlier ones only, even where the step says that it sees more.
 
     Raises:
         ConfigError: the requested attention backend does not support this.
@@ -170,6 +173,7 @@ class Attention(Module):
         alibi: float | None = None,
         sinks: Sinks | None = None,
         parts: int = 1,
+        looks_ahead: bool = True,
     ) -> None:
         super().__init__()
         assert parts == 1 or (alibi is None and sinks is None), (
@@ -179,6 +183,7 @@ class Attention(Module):
         self.num_heads = num_heads
         self.num_kv_heads = self.all_kv_heads = num_kv_heads
         self.parts = parts
+        self.looks_ahead = looks_ahead
         self.head_dim = head_dim
         self.scale = scale
         self.sliding_window = sliding_window
@@ -240,6 +245,8 @@ class Attention(Module):
         Unless `biased`, the relative bias is left out.
         """
         own = step.metadata(self.group_id, AttentionMetadata)
+        if own.last_seen is not None and not self.looks_ahead:
+            own = replace(own, last_seen=None)
         # Backends of other packages may be older than the option.
         bias = {"relative_bias": self.relative_bias.table} if biased and self.relative_bias else {}
         out = self._attend(

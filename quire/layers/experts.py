@@ -269,7 +269,12 @@ class Experts(Module):
         self._have_slots(range(experts.count))
         self._count, self._top_k = experts.count, experts.routing.top_k
         self._hidden_size = experts.latent_size or config.arch.hidden_size
-        self._activation = FUSED[experts.activation]
+        self._activation = FUSED.get(experts.activation)
+        if self._activation is None and (config.parallel.enable_expert_parallel or config.serves_adapters):
+            raise ConfigError(
+                f"no kernel computes experts with the activation {experts.activation!r}; start without "
+                "--enable-expert-parallel and --enable-lora"
+            )
         self._function = None if experts.gated else FUNCTIONS[experts.activation]
         self._device_type, self._dtype = device_type(config), activation_dtype(config)
         self._weights: ExpertWeights | None = None
@@ -294,11 +299,15 @@ class Experts(Module):
 
     def _round_inputs(self) -> bool:
         if self._rounds is None:
-            self._rounds = any(member.quantizes_inputs for member in self._members())
+            self._rounds = self._activation is None or any(
+                member.quantizes_inputs for member in self._members()
+            )
         return self._rounds
 
     def _one_by_one(self, x: Tensor, chosen: Tensor, weights: Tensor, step: StepContext) -> Tensor:
-        """Compute expert by expert: no kernel quantizes between two matmuls as a checkpoint specifies."""
+        """Compute expert by expert: no kernel has the activation, or quantizes between two matmuls as a checkpoint
+        specifies.
+        """
         rows = x.new_zeros(*chosen.shape, x.shape[1])
         for index, member in enumerate(self._members()):
             tokens, places = torch.nonzero(chosen == index, as_tuple=True)
@@ -325,7 +334,7 @@ class Experts(Module):
     def why_not_captured(self) -> str | None:
         """See `Capturable`."""
         if self._round_inputs():
-            return "experts with activation quantization from the checkpoint are called one by one"
+            return "experts that no kernel can fuse are called one by one"
         nothing = torch.empty(0, dtype=self._dtype)
         taken = ops.experts.takes(self._device_type, nothing, nothing, nothing, self._of())
         if not taken:
@@ -370,6 +379,7 @@ class Experts(Module):
             if gate_up[0].layout == "rows":
                 _lay_together(layers)
         gate_up, down = self._matrices(members)
+        assert self._activation is not None, "else experts are called one by one"
         return ExpertWeights(
             gate_up,
             down,

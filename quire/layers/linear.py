@@ -180,7 +180,8 @@ class QKVLinear(Linear):
     query. `clip` bounds the outputs. `paired`: each head of the first half belongs to one of the second, and ranks hold
     pairs. With several `blocks` the checkpoint has, in one tensor, that fraction of the queries, the values and the
     keys,
-    then the next of each. `merged`: the outputs are read as one tensor [T, N].
+    then the next of each. `merged`: the outputs are read as one tensor [T, N]. Without `values` there are queries and
+    keys.
     """
 
     def __init__(
@@ -200,15 +201,16 @@ class QKVLinear(Linear):
         paired: bool = False,
         blocks: int = 1,
         merged: bool = False,
+        values: bool = True,
     ) -> None:
         assert not (paired and (grouped or gated or blocks > 1)), "paired heads are stored in plain halves"
         self.clip, self.head_dim, self.parts = clip, head_dim, 2 if paired else 1
         self.blocks = blocks
-        self._values_apart = not (gated or merged)
+        self._values_apart = values and not (gated or merged)
         heads = ShardSpan(num_heads // self.parts, head_dim)
         kv_heads = ShardSpan(num_kv_heads // self.parts, head_dim, replicated=True)
         whole = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
-        spans = tuple(span for span in whole for _ in range(self.parts))
+        spans = tuple(span for span in (whole if values else whole[:2]) for _ in range(self.parts))
         super().__init__(
             in_features=hidden_size,
             out_features=sum(span.size for span in spans),

@@ -137,6 +137,13 @@ def _linear(rope: RopeScaling, shape: _Shape) -> Tensor:
     return _default(rope, shape) / rope.factor
 
 
+def _proportional(rope: RopeScaling, shape: _Shape) -> Tensor:
+    """Gemma 4: a head has as many pairs as if all turned, of which the first ones do."""
+    frequencies = _linear(rope, shape)
+    frequencies[int(rope.partial_rotary_factor * shape.rot_dim // 2) :] = 0.0
+    return frequencies
+
+
 def _dynamic(rope: RopeScaling, shape: _Shape) -> Tensor:
     """NTK-aware scaling: a longer sequence has a larger base; [P, R / 2]."""
     lengths = torch.arange(1, shape.max_len + 1, dtype=torch.float32).clamp(min=shape.max_position)
@@ -183,6 +190,7 @@ _FREQUENCIES: dict[str, Callable[[RopeScaling, _Shape], Tensor]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
+    "proportional": _proportional,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

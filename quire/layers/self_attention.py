@@ -275,6 +275,10 @@ class SelfAttention(Module):
     ) -> None:
         super().__init__()
         arch, dtype = config.arch, model_dtype(config)
+        kind = arch.layer_types[layer]
+        is_full = kind == "full_attention"
+        self.keys_as_values = arch.keys_as_values and is_full
+        assert arch.v_norm or not self.keys_as_values, "keys are rotated in place"
         self.qkv_proj = QKVLinear(
             hidden_size=arch.attention_in_size or arch.hidden_size,
             num_heads=arch.num_heads,
@@ -288,6 +292,7 @@ class SelfAttention(Module):
             gated=arch.attention_gate,
             clip=arch.qkv_clip,
             blocks=arch.qkv_blocks,
+            values=not self.keys_as_values,
         )
         self.o_proj = Linear(
             in_features=arch.num_heads * arch.head_dim,
@@ -310,7 +315,6 @@ class SelfAttention(Module):
         if arch.temperature is not None and (rotary is None or arch.temperature.rotated_too):
             self.temperature = TemperatureTuning(config=config, temperature=arch.temperature)
         self.sinks = Sinks(num_heads=arch.num_heads, name=f"{prefix}.sinks") if arch.attention_sinks else None
-        kind = arch.layer_types[layer]
         self.rotary_first = rotary if qk_norm in AFTER_ROPE else None
         shape: dict[str, Any] = {
             "config": config,
@@ -334,6 +338,7 @@ class SelfAttention(Module):
                 attention_chunk=arch.attention_chunk if kind == "chunked_attention" else None,
                 soft_cap=arch.attn_logit_softcap,
                 sinks=self.sinks,
+                looks_ahead=not (arch.full_layers_causal and is_full),
             )
 
     def reads(self, source: RowSource) -> None:
@@ -342,7 +347,8 @@ class SelfAttention(Module):
 
     def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
-        q, k, v, *gate = self.qkv_proj.heads(x, step)
+        q, k, *others = self.qkv_proj.heads(x, step)
+        v, *gate = (k, *others) if self.keys_as_values else others
         if self.rotary_first is not None:
             q, k = self.rotary_first(positions, q, k, step)
         if self.norms_first:

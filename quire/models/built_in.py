@@ -153,6 +153,12 @@ BUILT_IN: dict[str, BuiltIn] = {
             "Gemma 3n E2B and E4B (text)",
             model="gemma3n:Gemma3nForCausalLM",
         ),
+        BuiltIn(
+            "Gemma4ForCausalLM",
+            "gemma:read_gemma4",
+            "Gemma 4 E2B, E4B, 26B-A4B and 31B (text)",
+            model="gemma4:Gemma4ForCausalLM",
+        ),
         BuiltIn("GemmaForCausalLM", "gemma:read_gemma", "Gemma, CodeGemma"),
         BuiltIn("Glm4ForCausalLM", "deepseek:read_glm4", "GLM-4 (0414), GLM-Z1"),
         BuiltIn("Glm4MoeForCausalLM", "experts:read_glm4_moe", "GLM 4.5, 4.6 and 4.7"),

@@ -94,7 +94,7 @@ class Decoder(Stack):
         rotaries = rotaries_of(config)
         self.layers = nn.ModuleList(
             BLOCKS[arch.block_of(layer)](
-                config=_of_layer(config, layer),
+                config=of_layer(config, layer),
                 prefix=f"{prefix}.layers.{layer}",
                 layer=layer,
                 rotary=rotaries[layer],
@@ -206,7 +206,13 @@ class Decoder(Stack):
         return x if self.embed_norm is None else self.embed_norm(x)
 
 
-def _of_layer(config: EngineConfig, layer: int) -> EngineConfig:
+def _of_kind(config: EngineConfig, kind: str) -> EngineConfig:
+    """Return the config for the first layer of a kind; layers of a kind have heads of one size."""
+    types = config.arch.layer_types
+    return of_layer(config, types.index(kind)) if kind in types else config
+
+
+def of_layer(config: EngineConfig, layer: int) -> EngineConfig:
     """Return the config for one layer of a model."""
     arch = config.arch.of_layer(layer)
     return config if arch is config.arch else dataclasses.replace(config, model_arch=arch)
@@ -217,8 +223,10 @@ def rotaries_of(config: EngineConfig) -> list[RotaryEmbedding | None]:
     arch = config.arch
     if arch.rope is None:
         return [None] * arch.num_layers
-    rotary = RotaryEmbedding(config=config, rope=arch.rope)
-    local = rotary if arch.rope_local is None else RotaryEmbedding(config=config, rope=arch.rope_local)
+    rotary = RotaryEmbedding(config=_of_kind(config, "full_attention"), rope=arch.rope)
+    local = rotary
+    if arch.rope_local is not None:
+        local = RotaryEmbedding(config=_of_kind(config, "sliding_attention"), rope=arch.rope_local)
     by_type = {
         "full_attention": rotary,
         "sliding_attention": local,

@@ -76,7 +76,8 @@ class Gemma3nBlock(Module):
         self.post_attention_layernorm = block_norm(config, f"{prefix}.post_attention_layernorm")
         self.pre_feedforward_layernorm = block_norm(config, f"{prefix}.pre_feedforward_layernorm")
         self.post_feedforward_layernorm = block_norm(config, f"{prefix}.post_feedforward_layernorm")
-        hidden, size = arch.hidden_size, own.token_size
+        assert arch.token_rows is not None, "a model of this kind is described"
+        hidden, size = arch.hidden_size, arch.token_rows.size
         self.per_layer_input_gate = _linear(
             config, f"{prefix}.per_layer_input_gate", hidden, size, "output", FUNCTIONS[arch.hidden_act]
         )
@@ -108,13 +109,15 @@ class PerLayerEmbedding(Module):
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__()
-        arch, own = config.arch, _own(config)
-        self.size, self.vocab_size, total = own.token_size, own.token_vocab, arch.num_layers * own.token_size
+        arch, own = config.arch, config.arch.token_rows
+        assert own is not None, "a model of this kind is described"
+        self.size, self.vocab_size, total = own.size, own.vocab, arch.num_layers * own.size
+        self.media_token = own.media_token
         self.embed_tokens_per_layer = VocabEmbedding(
-            vocab_size=own.token_vocab,
+            vocab_size=own.vocab,
             size=total,
             dtype=model_dtype(config),
-            scale=own.token_size**0.5,
+            scale=own.size**0.5,
             out_dtype=activation_dtype(config),
             name=f"{prefix}.embed_tokens_per_layer",
         )
@@ -122,7 +125,7 @@ class PerLayerEmbedding(Module):
             config, f"{prefix}.per_layer_model_projection", arch.hidden_size, total
         )
         self.per_layer_projection_norm = RMSNorm(
-            size=own.token_size,
+            size=own.size,
             eps=arch.norm_eps,
             dtype=activation_dtype(config),
             name=f"{prefix}.per_layer_projection_norm",
@@ -136,6 +139,8 @@ class PerLayerEmbedding(Module):
         if inputs.is_floating_point():
             return rows
         known = torch.where(inputs < self.vocab_size, inputs, 0)
+        if step.media is not None:
+            known = known.index_fill(0, step.media.rows, self.media_token)
         own = self.embed_tokens_per_layer(known, step.adapter_rows)
         return (rows + own.view(rows.shape)) * math.sqrt(0.5)
 
@@ -152,7 +157,7 @@ class Gemma3nDecoder(Stack):
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__(config=config)
         arch, own = config.arch, _own(config)
-        self.num_streams, self.token_size, self.shared_kv = own.streams, own.token_size, arch.shared_kv
+        self.num_streams, self.shared_kv = own.streams, arch.shared_kv
         self.embed_tokens = VocabEmbedding(
             vocab_size=arch.vocab_size,
             size=arch.hidden_size,
@@ -163,6 +168,7 @@ class Gemma3nDecoder(Stack):
             name=f"{prefix}.embed_tokens",
         )
         self.token_rows = PerLayerEmbedding(config=config, prefix=f"{prefix}.token_rows")
+        self.token_size = self.token_rows.size
         self.altup_projections = self._projections(config, f"{prefix}.altup_projections", own.streams)
         self.altup_unembed_projections = self._projections(
             config, f"{prefix}.altup_unembed_projections", own.streams

@@ -166,7 +166,7 @@ WRAPPERS: dict[str, Wrapper] = {
         ),
         Wrapper(
             "Gemma4ForConditionalGeneration",
-            "Gemma 4, by transformers' code",
+            "Gemma 4 E2B, E4B, 26B-A4B and 31B",
             ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
         ),
         Wrapper("Idefics3ForConditionalGeneration", "Idefics 3 8B", ("vision_model", "connector")),

@@ -113,6 +113,8 @@ NOTES = """
 - gpt-oss's experts may be floats, MXFP4, in lists (bitsandbytes) or one by one in [any form](quantized_checkpoints.md).
 - Llama 4 supports one routed expert per token.
 - Gemma 3n's MLPs must have the same size in all layers.
+- Gemma 4's experts are called one by one, as no kernel has their activation; `--enable-lora` and
+  `--enable-expert-parallel` are refused for a model with them. `use_bidirectional_attention` is null or `"vision"`.
 - The files decide whether the output head is tied to the token embedding: a stored head that differs from it is used,
   and logged if config.json says tied; an equal one is skipped; if only one of the two is stored and config.json says
   tied, beside `text_config` or inside it, it serves as both. A head that is neither stored nor tied is an error.

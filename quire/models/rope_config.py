@@ -82,6 +82,10 @@ def _factor(base: RopeScaling, rope: JsonObject, config: JsonObject) -> RopeScal
     return replace(base, factor=rope.number("factor", low=1.0, high=1e6))
 
 
+def _proportional(base: RopeScaling, rope: JsonObject, config: JsonObject) -> RopeScaling:
+    return replace(base, factor=rope.number("factor", 1.0, low=1.0, high=1e6))
+
+
 def _llama3(base: RopeScaling, rope: JsonObject, config: JsonObject) -> RopeScaling:
     scaled = replace(
         _factor(base, rope, config),
@@ -135,6 +139,7 @@ ROPE_KINDS: dict[str, Callable[[RopeScaling, JsonObject, JsonObject], RopeScalin
     "default": _default,
     "linear": _factor,
     "dynamic": _factor,
+    "proportional": _proportional,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

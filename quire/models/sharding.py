@@ -60,6 +60,15 @@ from quire.models.blocks import BLOCKS
 from quire.models.decoder import Decoder, DecoderForCausalLM
 from quire.models.encoder import ClassifierHead, EncoderModel, EncoderStack
 from quire.models.gemma3n import Gemma3nBlock, Gemma3nDecoder, Gemma3nForCausalLM, Laurel, PerLayerEmbedding
+from quire.models.gemma4 import (
+    ExpertsBesideMLP,
+    Gemma4Block,
+    Gemma4Decoder,
+    Gemma4ForCausalLM,
+    Multipliers,
+    ScaledRouter,
+    TokenRowGate,
+)
 from quire.models.opt import NoProjection, OPTDecoder, OPTDecoderLayer, OPTForCausalLM, OPTModel
 from quire.models.rwkv7 import RWKV7Decoder, RWKV7ForCausalLM, RWKV7Layer
 from quire.models.zamba2 import HybridLayer, MambaLayer, Zamba2Decoder, Zamba2ForCausalLM
@@ -123,6 +132,7 @@ _WITH_STATES = frozenset(
 _LATENT = frozenset({LatentSelfAttention, LatentAttention, PerHeadLinear})
 _OPT = frozenset({OPTForCausalLM, OPTModel, OPTDecoder, OPTDecoderLayer, NoProjection, nn.Identity})
 _GEMMA3N = frozenset({Gemma3nForCausalLM, Gemma3nDecoder, Gemma3nBlock, PerLayerEmbedding, Laurel})
+_GEMMA4 = frozenset({Gemma4ForCausalLM, Gemma4Decoder, Gemma4Block, TokenRowGate, Multipliers})
 _ZAMBA2 = frozenset(
     {
         Zamba2ForCausalLM,
@@ -140,6 +150,7 @@ _ENCODERS = frozenset({EncoderModel, EncoderStack, ClassifierHead})
 _OF_SUCH_PARTS = (
     _OPT
     | _GEMMA3N
+    | _GEMMA4
     | _ZAMBA2
     | _RWKV7
     | _ENCODERS
@@ -155,7 +166,7 @@ SLICED: frozenset[type[nn.Module]] = (
     | frozenset(BLOCKS.values())
 )
 """Modules that support --tp-invariant."""
-SHARED = SLICED | EXPERTS | {SparseMLP}
+SHARED = SLICED | EXPERTS | {SparseMLP, ExpertsBesideMLP, ScaledRouter}
 """`SLICED` with experts, whose sums are the same at any number of ranks if whole experts are distributed."""
 
 

@@ -26,6 +26,7 @@ from quire.models.base import CausalLM, Uncut
 from quire.models.decoder import Decoder, DecoderForCausalLM
 from quire.models.encoder import EncoderModel, EncoderStack
 from quire.models.gemma3n import Gemma3nDecoder, Gemma3nForCausalLM
+from quire.models.gemma4 import Gemma4Decoder, Gemma4ForCausalLM
 from quire.models.opt import OPTDecoder, OPTForCausalLM
 from quire.models.rwkv7 import RWKV7Decoder, RWKV7ForCausalLM
 from quire.models.stack import Stack
@@ -175,6 +176,8 @@ CUT: frozenset[type[nn.Module]] = frozenset(
         Decoder,
         OPTDecoder,
         Gemma3nDecoder,
+        Gemma4Decoder,
+        Gemma4ForCausalLM,
         RWKV7Decoder,
         Zamba2Decoder,
         EncoderStack,

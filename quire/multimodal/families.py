@@ -58,6 +58,11 @@ FAMILIES: dict[str, Family] = {
         f"{_TOWERS}.vit:Gemma3Tower",
         images="one run of fixed length, seen both ways",
     ),
+    "Gemma4ForConditionalGeneration": Family(
+        f"{_PROCESSORS}.gemma4:Gemma4Processor",
+        f"{_TOWERS}.gemma4:Gemma4Tower",
+        images="one run of up to 70 to 1120 tokens, as asked, between markers",
+    ),
     "Idefics3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.idefics3:Idefics3Processor", f"{_TOWERS}.vit:Idefics3Tower", images=_TILES
     ),

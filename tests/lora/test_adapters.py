@@ -234,7 +234,7 @@ def test_a_slot_forgets_what_it_was(tiny_model: Callable[[str], Path], tmp_path:
 HOSTED_TABLES = ("lm_head", "embed_tokens", "decoder", "output_projection", "proj_out")
 
 
-@pytest.mark.parametrize("name", quick_models(sorted(HOSTED), ["biogpt", "bert", "gemma4", "laguna"]))
+@pytest.mark.parametrize("name", quick_models(sorted(HOSTED), ["biogpt", "bert", "gemma4-unified", "laguna"]))
 def test_models_on_transformers_code_add_what_merging_adds(
     name: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

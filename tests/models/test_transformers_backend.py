@@ -36,7 +36,7 @@ from tests.models.test_parity import assert_close, oracle_logits, prompts
 from tests.models.test_tensor_parallel import logits, needs_kernels, together
 
 LENGTHS = (1, 5, 40)
-QUICK = ("bert", "camembert", "gemma4", "modernbert-decoder")
+QUICK = ("bert", "camembert", "gemma4-unified", "modernbert-decoder")
 """Those of `HOSTED` that are no minute's matter; the others are `more`."""
 
 

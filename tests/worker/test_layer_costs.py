@@ -22,7 +22,7 @@ from tests.models.harness import prepared_config
 from tests.models.test_stages import EVERY_FAMILY
 
 LIMITS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-TOGETHER = {"gemma3n"}
+TOGETHER = {"gemma3n", "gemma4"}
 """Families of which some layers share keys and values."""
 
 

@@ -21,6 +21,7 @@ from quire.config.arch import (
     Temperature,
 )
 from quire.models.families.fields import (
+    MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,
@@ -41,8 +42,6 @@ from quire.models.families.llama import read_ernie
 from quire.models.families.olmo import read_hunyuan, read_olmo2
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import CHUNKED, FULL, read_rope
-
-MAX_EXPERTS = 4096
 
 
 def read_experts(

@@ -20,6 +20,7 @@ PLAIN_ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_new", "gelu_fast", "
 
 # Upper limits of sizes, far above any model, and low enough that a mistake in the file cannot hang the machine.
 MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_VOCAB = 1024, 4096, 1 << 20, 1 << 24
+MAX_EXPERTS = 4096
 
 
 def read_arch(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:

@@ -1,21 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma (arXiv:2403.08295), Gemma 2 (arXiv:2408.00118), Gemma 3 text (arXiv:2503.19786), Gemma 3n text (Google, 2025)
-and
+"""Gemma (arXiv:2403.08295), Gemma 2 (arXiv:2408.00118), Gemma 3 text (arXiv:2503.19786), Gemma 3n and Gemma 4 text
+(Google, 2025 and 2026) and
 RecurrentGemma (A. Botev et al., 2024, arXiv:2404.07839), a Griffin (arXiv:2402.19427).
 
 Scaled embeddings, norm weights stored minus one, GELU. From Gemma 2 on, norms before and after each block, a query
 scale of their own and windows on some layers; Gemma 2 soft-caps scores and logits; Gemma 3 norms q and k and gives
-windowed layers their own rotary embedding; 3n widens the residual stream.
+windowed layers their own rotary embedding; 3n widens the residual stream; 4 has larger heads in layers without window.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
-from quire.config.arch import AlternatingArch, CheckpointNames, ModelArch, RecurrentUnitArch
+from quire.config.arch import (
+    QKV_APART,
+    AlternatingArch,
+    CheckpointNames,
+    ExpertsArch,
+    ExpertStack,
+    LayerShape,
+    ModelArch,
+    RecurrentUnitArch,
+    RopeScaling,
+    Routing,
+    TokenRowsArch,
+)
 from quire.models.families.fields import (
     GATED_ACTIVATIONS,
+    MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_VOCAB,
@@ -24,6 +38,7 @@ from quire.models.families.fields import (
     biases,
     either,
     optional_number,
+    read_kv_heads,
     read_llama,
 )
 from quire.models.json_object import JsonObject
@@ -169,7 +184,9 @@ def read_gemma3n(architecture: str, config: JsonObject) -> ModelArch:
     config.only("altup_active_idx", 0)
     config.only("altup_correct_scale", True)
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    shared = _shared_kv(config, num_layers)
+    windows = alternating_window(config, period=_PERIOD, default=_WINDOW)
+    kinds = windows.get("layer_types", (FULL,) * num_layers)
+    shared = _shared_kv(config, kinds, usual=15)
     return read_gemma3(
         architecture,
         _with_one_size(config, num_layers),
@@ -181,11 +198,13 @@ def read_gemma3n(architecture: str, config: JsonObject) -> ModelArch:
         v_norm=True,
         final_logit_softcap=optional_number(config, "final_logit_softcapping", 30.0),
         shared_kv=shared,
+        token_rows=TokenRowsArch(
+            vocab=config.integer("vocab_size_per_layer_input", 262144, high=MAX_VOCAB),
+            size=config.integer("hidden_size_per_layer_input", 256, high=MAX_WIDTH),
+        ),
         alternating=AlternatingArch(
             streams=config.integer("altup_num_inputs", 4, low=2, high=64),
             laurel_rank=config.integer("laurel_rank", 64, high=MAX_WIDTH),
-            token_vocab=config.integer("vocab_size_per_layer_input", 262144, high=MAX_VOCAB),
-            token_size=config.integer("hidden_size_per_layer_input", 256, high=MAX_WIDTH),
             sparsity=_sparsity(config, num_layers),
         ),
     )
@@ -200,13 +219,10 @@ def _with_one_size(config: JsonObject, num_layers: int) -> JsonObject:
     return config.with_values(intermediate_size=sizes[0])
 
 
-def _shared_kv(config: JsonObject, num_layers: int) -> dict[int, int]:
+def _shared_kv(config: JsonObject, kinds: Sequence[str], *, usual: int) -> dict[int, int]:
     """Return reader -> source for the last layers, which read the cache of the last layer of their kind before them."""
-    shared = config.integer("num_kv_shared_layers", 15, low=0, high=num_layers - 1)
-    kinds = alternating_window(config, period=_PERIOD, default=_WINDOW).get(
-        "layer_types", (FULL,) * num_layers
-    )
-    own = num_layers - shared
+    num_layers = len(kinds)
+    own = num_layers - config.integer("num_kv_shared_layers", usual, low=0, high=num_layers - 1)
     latest = {kind: layer for layer, kind in enumerate(kinds[:own])}
     if not latest.keys() >= set(kinds):
         raise config.wrong("num_kv_shared_layers", "such that a layer of each kind has keys and values")
@@ -226,3 +242,124 @@ def _sparsity(config: JsonObject, num_layers: int) -> tuple[float, ...]:
     if len(shares) != num_layers or not all(0.0 <= share < 1.0 for share in shares):
         raise config.wrong("activation_sparsity_pattern", "num_hidden_layers numbers in [0, 1)")
     return shares
+
+
+_GEMMA4_PERIOD = 6
+_GEMMA4_MERGED = {**QKV_APART, "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def read_gemma4(architecture: str, config: JsonObject) -> ModelArch:
+    """Layers without window have heads, and perhaps key-value heads, of a size of their own; of these heads a part is
+    rotated, and keys may serve as values.
+    """
+    ahead = config.get("use_bidirectional_attention")
+    if ahead not in (None, False, "vision"):
+        raise config.unsupported("use_bidirectional_attention", 'null or "vision"')
+    windows = _gemma4_windows(config)
+    kinds = windows["layer_types"]
+    shared = _shared_kv(config, kinds, usual=0)
+    keys_as_values = config.flag("attention_k_eq_v", False)
+    shapes = _gemma4_shapes(config, kinds, shared)
+    full = shapes[kinds.index(FULL)].head_dim
+    merged = dict(_GEMMA4_MERGED)
+    if keys_as_values:
+        own = (layer for layer, kind in enumerate(kinds) if kind == FULL and layer not in shared)
+        merged |= {f"{layer}.self_attn.qkv_proj": ("q_proj", "k_proj") for layer in own}
+    unused = tuple(_unused_of(layer) for layer in shared)
+    return read_gemma2(
+        architecture,
+        config,
+        names=CheckpointNames(dict.fromkeys(("token_rows", "token_row", "beside"), ""), merged, unused),
+        norm_offset=0.0,
+        attention_scale=1.0,
+        attn_logit_softcap=None,
+        final_logit_softcap=optional_number(config, "final_logit_softcapping", None),
+        qk_norm="rms",
+        v_norm=True,
+        head_dim=max(shape.head_dim or 1 for shape in shapes),
+        num_kv_heads=max(shape.num_kv_heads for shape in shapes),
+        intermediate_size=max(shape.intermediate_size for shape in shapes),
+        layer_shapes=shapes,
+        rope=_gemma4_rope(config, FULL, full or 1, 1e6),
+        rope_local=_gemma4_rope(config, SLIDING, config.integer("head_dim", 256), 1e4),
+        shared_kv=shared,
+        token_rows=_token_rows(config),
+        keys_as_values=keys_as_values,
+        full_layers_causal=ahead == "vision",
+        experts=_gemma4_experts(config, len(kinds)),
+        **windows,
+    )
+
+
+def _gemma4_windows(config: JsonObject) -> dict[str, Any]:
+    """Return the fields of windows on five of six layers, or those listed; the last layer never has one."""
+    windows = alternating_window(config, period=_GEMMA4_PERIOD, default=_WINDOW)
+    kinds = windows.get("layer_types", (FULL,) * config.integer("num_hidden_layers", high=MAX_LAYERS))
+    return windows | {"layer_types": (*kinds[:-1], FULL)}
+
+
+def _gemma4_shapes(
+    config: JsonObject, kinds: Sequence[str], shared: dict[int, int]
+) -> tuple[LayerShape, ...]:
+    """Return each layer's sizes: overrides by layer in late files, by keys for all layers without window in others."""
+    heads = config.integer("num_attention_heads", high=MAX_HEADS)
+    kv_heads, head_dim = read_kv_heads(config, heads), config.integer("head_dim", 256, high=MAX_WIDTH)
+    inner = config.integer("intermediate_size", high=MAX_WIDTH)
+    wide = config.flag("use_double_wide_mlp", False)
+    of_full = {"head_dim": config.integer("global_head_dim", 512, high=MAX_WIDTH)}
+    if config.flag("attention_k_eq_v", False):
+        of_full["num_key_value_heads"] = (
+            config.optional_integer("num_global_key_value_heads", high=MAX_HEADS) or kv_heads
+        )
+    by_layer = config.child("per_layer_config") if "per_layer_config" in config else None
+    shapes = []
+    for layer, kind in enumerate(kinds):
+        usual = of_full if kind == FULL and by_layer is None else {}
+        usual = {"head_dim": head_dim, "num_key_value_heads": kv_heads} | usual
+        own = JsonObject(config.where, usual)
+        if by_layer is not None:
+            own = by_layer.child(str(layer))
+            own = own.with_values(**(usual | dict(own.values)))
+        shapes.append(
+            LayerShape(
+                heads,
+                read_kv_heads(own, heads),
+                inner * (2 if wide and layer in shared else 1),
+                head_dim=own.integer("head_dim", high=MAX_WIDTH),
+            )
+        )
+    for kind in set(kinds):
+        if len({shape.head_dim for shape, one in zip(shapes, kinds, strict=True) if one == kind}) > 1:
+            raise config.unsupported(
+                "per_layer_config", f"such that all layers of kind {kind} have one head_dim"
+            )
+    return tuple(shapes)
+
+
+def _gemma4_rope(config: JsonObject, kind: str, head_dim: int, theta: float) -> RopeScaling:
+    usual = {"rope_type": "proportional", "partial_rotary_factor": 0.25} if kind == FULL else {}
+    if "rope_parameters" not in config:
+        config = config.with_values(rope_parameters={kind: {"rope_theta": theta} | usual})
+    return read_rope(config, head_dim=head_dim, theta=theta, layer_type=kind)
+
+
+def _token_rows(config: JsonObject) -> TokenRowsArch | None:
+    size = config.integer("hidden_size_per_layer_input", 256, low=0, high=MAX_WIDTH)
+    vocab = config.integer("vocab_size_per_layer_input", 262144, high=MAX_VOCAB)
+    media = config.optional_integer("pad_token_id", low=0, high=vocab - 1)
+    return TokenRowsArch(vocab, size, media or 0) if size else None
+
+
+def _gemma4_experts(config: JsonObject, num_layers: int) -> ExpertsArch | None:
+    """Return the experts beside the MLP of every layer."""
+    if not config.flag("enable_moe_block", False):
+        return None
+    count = config.integer("num_experts", high=MAX_EXPERTS)
+    return ExpertsArch(
+        count=count,
+        intermediate_size=config.integer("moe_intermediate_size", high=MAX_WIDTH),
+        routing=Routing(config.integer("top_k_experts", high=count), normalized=True),
+        layers=tuple(range(num_layers)),
+        stack=ExpertStack(gate_up="gate_up_proj", weight=""),
+        activation=config.choice("hidden_activation", GATED_ACTIVATIONS, "gelu_pytorch_tanh"),
+    )

@@ -23,13 +23,13 @@ from quire.config.arch import (
 )
 from quire.models.families.deepseek import attention_scale, read_latent_sizes
 from quire.models.families.experts import (
-    MAX_EXPERTS,
     MIXTRAL_NAMES,
     all_layers,
     read_deepseek_experts,
     read_experts,
 )
 from quire.models.families.fields import (
+    MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,

@@ -35,7 +35,6 @@ RUN: tuple[str, ...] = (
     "ElectraForCausalLM",
     "ErnieForCausalLM",
     "FlintForCausalLM",
-    "Gemma4ForCausalLM",
     "Gemma4UnifiedForCausalLM",
     "GraniteMoeSWAForCausalLM",
     "GraniteSWAForCausalLM",

@@ -62,12 +62,63 @@ def tower_norm(config: EngineConfig, kind: str, size: int, eps: float, name: str
     return LayerNorm(size=size, eps=eps, dtype=dtype, name=name)
 
 
-class TowerBlock(Module):
+class SlicedBlock(Module):
+    """Base of blocks: attention in both directions, computed in slices; subclasses have the rest."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def slices(
+        self,
+        x: Tensor,
+        metadata: GroupMetadata,
+        angles: Tensor | None = None,
+        relative_bias: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Generator[None, None, Tensor]:
+        """Compute x [n, C] -> [n, C]; sequences attend within themselves.
+
+        `angles` [n, D] are cosines and then sines by which heads are rotated; None: they are not. `relative_bias` is as
+        `ops.bidirectional_attention` takes it. `hidden` [n] are the rows to which no row attends; None: there are none.
+        """
+        shape = self.shape
+        q, k, v = (x.new_empty(len(x), shape.heads, shape.head_dim) for _ in range(3))
+        per_row = 2 * shape.channels * shape.heads * shape.head_dim
+        for rows in chunks(len(x), 3 * per_row):
+            q[rows], k[rows], v[rows] = self._heads(x[rows], None if angles is None else angles[rows])
+            yield
+        if hidden is not None:
+            q, k, v = _with_hidden(q, k, v, hidden)
+        attended = torch.empty_like(q)
+        scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
+        per_head = 4.0 * len(x) * metadata.max_seq_len * shape.head_dim
+        for own in chunks(shape.heads, per_head, least=1):
+            bias = None if relative_bias is None else relative_bias[own]
+            attended[:, own] = ops.bidirectional_attention(
+                q[:, own], k[:, own], v[:, own], metadata, scale, relative_bias=bias
+            )
+            yield
+        out = torch.empty_like(x)
+        for rows in chunks(len(x), per_row + 6 * shape.channels * shape.inner):
+            out[rows] = self._rest(x[rows], attended[rows, :, : shape.head_dim].flatten(1))
+            yield
+        return out
+
+    def _heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [n, C], angles [n, D] -> queries, keys and values [n, h, D]."""
+        raise NotImplementedError
+
+    def _rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x [n, C] and the output of attention [n, h * D] -> the block's output [n, C]."""
+        raise NotImplementedError
+
+
+class TowerBlock(SlicedBlock):
     """`x + attention(norm(x))`, and then `x + mlp(norm(x))`, or each norm of such a sum."""
 
     def __init__(self, *, config: EngineConfig, shape: BlockShape, at: str) -> None:
-        super().__init__()
-        self.shape = shape
+        super().__init__(shape)
         dtype, size = model_dtype(config), shape.channels
         wide = shape.heads * shape.head_dim
         first, second = (f"{at}.{name}" for name in shape.norms)
@@ -120,42 +171,6 @@ class TowerBlock(Module):
         return Linear(
             in_features=shape.channels, out_features=shape.inner, bias=shape.mlp_bias, dtype=dtype, name=name
         )
-
-    def slices(
-        self,
-        x: Tensor,
-        metadata: GroupMetadata,
-        angles: Tensor | None = None,
-        relative_bias: Tensor | None = None,
-        hidden: Tensor | None = None,
-    ) -> Generator[None, None, Tensor]:
-        """Compute x [n, C] -> [n, C]; sequences attend within themselves.
-
-        `angles` [n, D] are cosines and then sines by which heads are rotated; None: they are not. `relative_bias` is as
-        `ops.bidirectional_attention` takes it. `hidden` [n] are the rows to which no row attends; None: there are none.
-        """
-        shape = self.shape
-        q, k, v = (x.new_empty(len(x), shape.heads, shape.head_dim) for _ in range(3))
-        per_row = 2 * shape.channels * shape.heads * shape.head_dim
-        for rows in chunks(len(x), 3 * per_row):
-            q[rows], k[rows], v[rows] = self._heads(x[rows], None if angles is None else angles[rows])
-            yield
-        if hidden is not None:
-            q, k, v = _with_hidden(q, k, v, hidden)
-        attended = torch.empty_like(q)
-        scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
-        per_head = 4.0 * len(x) * metadata.max_seq_len * shape.head_dim
-        for own in chunks(shape.heads, per_head, least=1):
-            bias = None if relative_bias is None else relative_bias[own]
-            attended[:, own] = ops.bidirectional_attention(
-                q[:, own], k[:, own], v[:, own], metadata, scale, relative_bias=bias
-            )
-            yield
-        out = torch.empty_like(x)
-        for rows in chunks(len(x), per_row + 6 * shape.channels * shape.inner):
-            out[rows] = self._rest(x[rows], attended[rows, :, : shape.head_dim].flatten(1))
-            yield
-        return out
 
     def _heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.qkv.heads(self.norm1(x) if self.shape.norms_before else x, NO_STEP)

@@ -18,7 +18,7 @@ from quire.models.loader import load_part
 from quire.models.vision_rows import SWIN
 from quire.multimodal.families import FAMILIES
 from quire.multimodal.towers.base import NO_STEP, PatchLinear, Tower, TowerNames, sequences
-from quire.multimodal.towers.block import TowerBlock
+from quire.multimodal.towers.block import SlicedBlock
 from quire.plugins import import_place
 
 _ROWS = 32
@@ -73,7 +73,7 @@ def warm_up(tower: Tower) -> None:
     patch = next((layer for layer in tower.modules() if isinstance(layer, PatchLinear)), None)
     if patch is not None:
         patch(torch.zeros(_ROWS, math.prod(patch.patch), device=device, dtype=dtype), NO_STEP)
-    block = next((layer for layer in tower.modules() if isinstance(layer, TowerBlock)), None)
+    block = next((layer for layer in tower.modules() if isinstance(layer, SlicedBlock)), None)
     if block is not None:
         rows = torch.zeros(_ROWS, block.shape.channels, device=device, dtype=dtype)
         angles = torch.zeros(_ROWS, block.shape.head_dim, device=device)

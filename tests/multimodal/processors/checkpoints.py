@@ -228,6 +228,12 @@ CASES: dict[str, Case] = {
         _on_torchvision,
         {"image_processor_type": "Phi4MultimodalImageProcessor", "size": {"height": 56, "width": 56}},
     ),
+    "gemma4": Case(
+        "Gemma4ForConditionalGeneration",
+        _pil("gemma4", "Gemma4ImageProcessorPil"),
+        {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2, "do_normalize": False},
+        {"text_config": {"use_bidirectional_attention": "vision"}},
+    ),
     "minicpmv": Case(
         "MiniCPMV4_6ForConditionalGeneration",
         _pil("minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),

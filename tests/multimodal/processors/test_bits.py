@@ -91,6 +91,7 @@ EXPANDERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-vl": ("qwen2_vl", "Qwen2VL", {"image_token": "<|image_pad|>"}),
     "gemma3": ("gemma3", "Gemma3", {}),
     "gemma3-crops": ("gemma3", "Gemma3", {}),
+    "gemma4": ("gemma4", "Gemma4", {"boi_token": "<|image>", "eoi_token": "<image|>"}),
     "minicpmv": (
         "minicpmv4_6",
         "MiniCPMV4_6",
@@ -190,6 +191,7 @@ def test_an_unknown_option_is_refused_in_words(processor: Processor) -> None:
         ("smolvlm", {"do_image_splitting": 1}, "do_image_splitting must be true or false"),
         ("pixtral", {"size": {"longest_edge": 0}}, "longest_edge must be an integer"),
         ("internvl", {"min_patches": 5, "max_patches": 4}, "min_patches is 5"),
+        ("gemma4", {"max_soft_tokens": 71}, "max_soft_tokens must be one of 70, 140"),
         ("gemma3", {"do_pan_and_scan": "yes"}, "do_pan_and_scan must be true or false"),
         ("gemma3", {"pan_and_scan_max_num_crops": 10**6}, "max_num_crops must be an integer"),
         ("internvl", {"max_patches": 10**6}, "max_patches must be an integer"),
