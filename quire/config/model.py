@@ -87,8 +87,9 @@ def _parse(value: dict[str, Any]) -> StructuredOutputsSettings:
 
 
 DEMO_MODEL, DEMO_EMBEDDER, DEMO_COMPANION = "quire-demo", "quire-demo-embed", "quire-demo-draft"
+DEMO_VISION = "quire-demo-vision"
 ASSETS = Path(__file__).parents[1] / "assets"  # Directory of the bundled models.
-BUNDLED_MODELS = (DEMO_MODEL, DEMO_EMBEDDER, DEMO_COMPANION)  # Models bundled with quire.
+BUNDLED_MODELS = (DEMO_MODEL, DEMO_VISION, DEMO_EMBEDDER, DEMO_COMPANION)  # Models bundled with quire.
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class ModelConfig(Config):
     model: str = option(
         DEMO_MODEL,
         "Directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or a toy in the box: "
-        "quire-demo, quire-demo-embed, quire-demo-draft.",
+        "quire-demo, quire-demo-vision, quire-demo-embed, quire-demo-draft.",
     )
     tokenizer: str | None = option(None, "Directory or id of the tokenizer; default: the model's own.")
     revision: str | None = option(None, "Branch, tag or commit of a Hugging Face id.")

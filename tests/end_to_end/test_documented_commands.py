@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from demo_model.pictures import examples
 from quire.entrypoints.cli.main import main
 from quire.simulate.machine import write_machine
 from tests.end_to_end.server import Server, free_port
@@ -113,6 +114,8 @@ def adapt(
             r"requests\.jsonl|countries\.(csv|parquet)|schema\.json", rf"{tables}/\g<0>", command
         )
         command = command.replace("path/to/rows", str(tmp_path_factory.mktemp("rows")))
+        if "shapes.png" in command:
+            command = command.replace("shapes.png", str(draw_shapes(config.parent / "shapes.png")))
         if command.startswith("quire trace"):
             command = command.replace("run.trace", str(record_run(config.parent / "run.trace")))
         if command.startswith("quire simulate run"):
@@ -133,6 +136,13 @@ def write_sound(path: Path) -> Path:
         file.setsampwidth(2)
         file.setframerate(16_000)
         file.writeframes(samples.astype("<i2").tobytes())
+    return path
+
+
+def draw_shapes(path: Path) -> Path:
+    """Draw a picture for the model in the box that sees, and return its path."""
+    ((image, _),) = examples(0, 1)
+    image.save(path)
     return path
 
 
@@ -283,6 +293,14 @@ def test_row_server_commands(adapt: Callable[[str], str], tmp_path: Path) -> Non
 @pytest.mark.more
 @pytest.mark.parametrize("block", [block for block in blocks("sh") if block.startswith("curl")])
 def test_curl(block: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
+    if "image_url" in block:
+        server = Server("quire-demo-vision", log=tmp_path / "log").wait_ready()
+        try:
+            reply = run(["sh", "-c", adapt(block.replace("http://localhost:8000", server.url))], tmp_path)
+        finally:
+            server.stop()
+        assert '"finish_reason":"stop"' in reply
+        return
     assert re.search(
         '"finish_reason":"(stop|tool_calls)"|"stop_type":"eos"', run(["sh", "-c", adapt(block)], tmp_path)
     )

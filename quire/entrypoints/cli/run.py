@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import click
 
-from quire.config import BUNDLED_MODELS
+from quire.config import BUNDLED_MODELS, DEMO_VISION
 from quire.entrypoints.cli.options import (
     EngineCommand,
     HumanInt,
@@ -281,10 +281,10 @@ class RunCommand(EngineCommand):
 def run(words: tuple[str, ...], system_prompt: str | None, raw: bool, **params: Any) -> None:
     """Answer PROMPT with MODEL and end; without PROMPT, chat on a terminal, or answer standard input.
 
-    MODEL is a directory, a GGUF file or a Hugging Face id, and may be given by --model as well. One word that names a
-    model is no prompt. A PROMPT of `-` is standard input. A model with a chat template gets the prompt as a user's
-    message. Sampling flags that are not given follow the model's generation config; `--seed` makes the draw
-    reproducible.
+    MODEL is a directory, a GGUF file or a Hugging Face id, and may be given by --model as well; without one, a toy in
+    the box answers, with --image the one that sees. One word that names a model is no prompt. A PROMPT of `-` is
+    standard input. A model with a chat template gets the prompt as a user's message. Sampling flags that are not given
+    follow the model's generation config; `--seed` makes the draw reproducible.
     """
     if raw and system_prompt:
         raise click.UsageError("--system-prompt needs a chat template; drop --raw")
@@ -293,6 +293,8 @@ def run(words: tuple[str, ...], system_prompt: str | None, raw: bool, **params: 
         raise click.UsageError(f"--{files[0][0]} needs a chat template; drop --raw")
     form = structured_outputs(params)
     params["model"], prompt = model_and_prompt(words, params["model"])
+    if params["model"] is None and any(kind == "image" for kind, _ in files):
+        params["model"] = DEMO_VISION
     is_chat = prompt is None and sys.stdin.isatty()
     if is_chat and raw:
         raise click.UsageError("--raw needs a PROMPT")
