@@ -26,7 +26,6 @@ from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.cpu.sized_graph import UnrecordedOps
 from quire.layers.kv_cache import why_not_captured
 from quire.platforms import Host
-from quire.processes import collect_garbage
 from quire.worker.block_copies import Moves, copy_on_host
 from quire.worker.feature import step_bytes
 from quire.worker.input_batch import InputBatch
@@ -160,11 +159,9 @@ class CpuMemory:
         if self.outputs is None:
             self.outputs = Arena(self._output_bytes(config))
 
-    def give_back(self, *, collects: bool = True) -> None:
-        """Free the outputs, garbage, and what the C library keeps for later, if it has `malloc_trim` (glibc)."""
+    def give_back(self) -> None:
+        """Free the outputs and what the C library keeps for later, if it has `malloc_trim` (glibc)."""
         self.outputs = None
-        if collects:
-            collect_garbage()
         trim = getattr(CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

@@ -37,8 +37,8 @@ class DeviceMemory(Protocol):
     def unasked_bytes(self, config: EngineConfig) -> int | None:
         """Return the default size of the KV cache within `usable_bytes`; None: all of it."""
 
-    def give_back(self, *, collects: bool = True) -> None:
-        """Return unused memory to the system, after a collection of garbage, which takes a tenth of a second."""
+    def give_back(self) -> None:
+        """Return unused memory to the system; garbage has been collected where that was needed."""
 
 
 class Device(Protocol):

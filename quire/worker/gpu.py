@@ -29,7 +29,6 @@ from quire.kernels.triton.copies import copy_blocks
 from quire.kernels.triton.launch import watch_compiles
 from quire.layers.kv_cache import why_not_captured
 from quire.layers.step import StepContext
-from quire.processes import collect_garbage
 from quire.worker.block_copies import Moves
 from quire.worker.graphs import Capturer, GraphMemory, Graphs, GraphShape, ShapeTable, row_variant, shapes_of
 from quire.worker.input_batch import BlockTable, InputBatch
@@ -505,9 +504,7 @@ class GpuMemory:
         """Return None: the KV cache may take all usable memory of a GPU."""
         return None
 
-    def give_back(self, *, collects: bool = True) -> None:
-        if collects:
-            collect_garbage()
+    def give_back(self) -> None:
         self._module.empty_cache()
 
 

@@ -33,6 +33,7 @@ from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.models.stages import ALL, Stage
 from quire.plugins import import_place
+from quire.processes import collect_garbage
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.worker.block_copies import BlockCopier
 from quire.worker.calibration import Rehearsal, rehearsed_groups
@@ -281,7 +282,13 @@ class Worker:
                 feature.unload()
         elif self._model is not None and self._parked is None and self._device.parks_weights:
             self._parked = import_place(PARKED_WEIGHTS)([*self._models()], self._device.transfers)
-        self._device.memory.give_back(collects=dropped.are_left)
+        self._give_back(dropped)
+
+    def _give_back(self, dropped: Dropped) -> None:
+        """Return unused memory to the system; a collection of garbage takes a tenth of a second, so only if needed."""
+        if dropped.are_left:
+            collect_garbage()
+        self._device.memory.give_back()
 
     def wake_up(self, tag: str) -> None:
         """Restore the weights or the KV cache.
@@ -333,7 +340,7 @@ class Worker:
         for use in uses:
             use()
         del beside
-        self._device.memory.give_back(collects=dropped.are_left)
+        self._give_back(dropped)
         if self._rows is not None:  # its store holds rows of the old weights
             self._rows.close()
             self._rows = import_place(ROW_MOVER)(self._config, self._kv_config, self._shard, self._stage)
@@ -348,6 +355,7 @@ class Worker:
     def drop_weights(self) -> None:
         """Drop prepared weights, if there are any."""
         self._beside = None
+        collect_garbage()
         self._device.memory.give_back()
 
     def call(self, name: str, args: Sequence[Any]) -> Any:

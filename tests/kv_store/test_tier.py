@@ -21,7 +21,6 @@ from quire.kv_cache.spec import KVCacheSpec
 from quire.kv_store import tier
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate
-from quire.sleep import sleeper
 from tests.kv_store.storing_executor import Disk, StoringExecutor
 from tests.scheduler.harness import make_spec
 
@@ -90,7 +89,6 @@ class Engine:
 @pytest.fixture
 def model(null_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tier, "POLL_S", 0.0)  # rows come after a number of polls here
-    monkeypatch.setattr(sleeper, "collect_garbage", lambda: None)  # takes 0.1 s
     return null_model_dir
 
 

@@ -116,7 +116,7 @@ class FakeGpu:
     def unasked_bytes(self, config: EngineConfig) -> int | None:
         return None
 
-    def give_back(self, *, collects: bool = True) -> None:
+    def give_back(self) -> None:
         """The host's."""
 
     def host_memory(self, shape: tuple[int, ...]) -> Tensor:

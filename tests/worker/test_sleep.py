@@ -21,7 +21,6 @@ from quire.executor import uniproc
 from quire.models.loader import load_model
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.sleep.parked_weights import ParkedWeights
-from quire.worker import cpu
 from quire.worker import worker as worker_module
 from quire.worker.cpu import CpuDevice
 from tests.models.harness import prepared_config
@@ -204,9 +203,9 @@ def test_memory_really_goes_back_to_the_system(wide_model: Path) -> None:
 def test_dropped_models_and_runners_are_in_no_cycle(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise each nap and update takes a collection of all garbage, a tenth of a second."""
+    """Otherwise each sleep and update takes a collection of all garbage, a tenth of a second."""
     collections = Mock()
-    monkeypatch.setattr(cpu, "collect_garbage", collections)
+    monkeypatch.setattr(worker_module, "collect_garbage", collections)
     path = tiny_model("llama")
     engine = started(path)
     expected = tokens(engine)
