@@ -98,8 +98,8 @@ class ModelConfig(Config):
 
     model: str = option(
         DEMO_MODEL,
-        "Directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or a toy in the box: "
-        "quire-demo, quire-demo-vision, quire-demo-embed, quire-demo-draft.",
+        "Directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or a toy in the box: quire-demo, "
+        "or that with -vision, -embed or -draft.",
     )
     tokenizer: str | None = option(None, "Directory or id of the tokenizer; default: the model's own.")
     revision: str | None = option(None, "Branch, tag or commit of a Hugging Face id.")

@@ -198,6 +198,7 @@ def read(directory: Path, values: dict[str, Any], **overrides: Any) -> ModelArch
 def test_sizes_of_what_transformers_writes(name: str, tiny_model: Callable[[str], Path]) -> None:
     arch = read_hf_config(tiny_model(name), {})
     theirs = TINY_MODELS[name]()
+    theirs.allow_global_per_layer_attribute_access = True
     assert arch.vocab_size == theirs.vocab_size == VOCAB_SIZE
     assert arch.hidden_size == theirs.hidden_size
     assert arch.num_layers == len(arch.layer_types) == theirs.num_hidden_layers
@@ -219,9 +220,11 @@ def test_defaults_are_those_of_the_family(arch: str, tmp_path: Path) -> None:
     ours = read(tmp_path, OF_FAMILY[arch])
     config_class = getattr(transformers, arch).config_class
     theirs = config_class(**{key: value for key, value in OF_FAMILY[arch].items() if key != "model_type"})
+    theirs.allow_global_per_layer_attribute_access = True
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     if ours.num_heads:
-        head_dim = getattr(theirs, "head_dim", None)
+        layers = getattr(theirs, "per_layer_config", None) or [theirs]
+        head_dim = max(getattr(layer, "head_dim", None) or 0 for layer in layers)
         assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
     window = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * 9

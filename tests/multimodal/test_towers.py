@@ -24,7 +24,7 @@ def _family(request: Any, tmp_path_factory: Any) -> tuple[str, Any, Path]:
 def features_of(model: Any, picture: Picture) -> Embeddings:
     """Return the embeddings that transformers puts in the stream."""
     inputs = {name: torch.from_numpy(array) for name, array in picture.arrays.items()}
-    if hasattr(model.model, "embed_tokens_extend"):
+    if hasattr(getattr(model, "model", None), "embed_tokens_extend"):
         ids = torch.full((1, picture.count), IMAGE_TOKEN)
         rows = torch.zeros(1, picture.count, model.config.hidden_size)
         return Embeddings(model.model.embed_tokens_extend.image_embed(ids, rows, **inputs)[0])

@@ -12,7 +12,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from triton import knobs
 
 
 def next_power_of_2(n: int) -> int:
@@ -69,6 +68,7 @@ def watch_compiles(tell: Callable[[str], None] | None) -> None:
 
     A process has one watcher.
     """
+    from triton import knobs  # a CPU imports this file, too, and need not have it
 
     def notify(*, fn: object, **_facts: object) -> None:
         assert tell is not None

@@ -15,10 +15,10 @@ CODECS: PluginTable[type[Codec]] = PluginTable(
     "quire.codecs",
     "an encoding of a checkpoint's weights",
     {
-        "floats": f"{_HERE}.floats:Floats",
+        "floats": f"{_HERE}.fp8:Floats",
         "gptq": f"{_HERE}.gptq:Gptq",
         "ggml": f"{_HERE}.ggml:Ggml",
-        "awq": f"{_HERE}.awq:Awq",
+        "awq": f"{_HERE}.gptq:Awq",
         "int8": f"{_HERE}.integers:Int8Codec",
         "packed_integers": f"{_HERE}.integers:PackedIntegers",
         "fp8": f"{_HERE}.fp8:Fp8Codec",

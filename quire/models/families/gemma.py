@@ -353,6 +353,8 @@ def _token_rows(config: JsonObject) -> TokenRowsArch | None:
 def _gemma4_experts(config: JsonObject, num_layers: int) -> ExpertsArch | None:
     """Return the experts beside the MLP of every layer."""
     if not config.flag("enable_moe_block", False):
+        for key in ("num_experts", "moe_intermediate_size", "top_k_experts"):
+            config.get(key)  # read, and without effect
         return None
     count = config.integer("num_experts", high=MAX_EXPERTS)
     return ExpertsArch(

@@ -26,15 +26,15 @@ METHODS: PluginTable[MethodReader] = PluginTable(
     "a checkpoint's quant_method",
     {
         "gptq": f"{_HERE}.gptq:read_gptq",
-        "awq": f"{_HERE}.awq:read_awq",
+        "awq": f"{_HERE}.gptq:read_awq",
         "compressed-tensors": f"{_HERE}.compressed_tensors:read_compressed_tensors",
         "fp8": f"{_HERE}.fp8:read_fp8",
         "fbgemm_fp8": f"{_HERE}.fp8:read_fbgemm_fp8",
-        "modelopt": f"{_HERE}.modelopt:read_modelopt",
+        "modelopt": f"{_HERE}.fp8:read_modelopt",
         "bitsandbytes": f"{_HERE}.bitsandbytes:read_bitsandbytes",
         "hqq": f"{_HERE}.hqq:read_hqq",
         "torchao": f"{_HERE}.torchao:read_torchao",
-        "mxfp4": f"{_HERE}.mxfp4:read_mxfp4",
+        "mxfp4": f"{_HERE}.fp8:read_mxfp4",
     },
     FACTORY,
 )

@@ -254,7 +254,7 @@ class FakeEngine:
             sampling_params,
             priority=priority,
             tenant=tenant,
-            lora_request=lora_request,
+            adapter_request=lora_request,
         )
         if place is not None:
             place.join(sampling_params.n, 0)
