@@ -20,7 +20,7 @@ from demo_model.pictures import HELD_PHRASINGS, Example, examples
 from demo_model.train_seeing import ASSETS
 from quire import LLM, SamplingParams
 
-SEED, GOAL = 11, 0.5
+SEED, GOAL = 11, 0.75
 OVERALL, UNSEEN = "overall", "unseen phrasings"
 Table = dict[str, tuple[int, int]]
 
