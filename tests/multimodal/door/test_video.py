@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,12 @@ def sent(content: bytes, **options: Any) -> MediaPart:
     return part(data_url(content, HEAD), **options)
 
 
+def made_apart(*args: Any) -> bytes:
+    """Return `film` of a process of its own: SVT-AV1 gives its process real-time priority where it may."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+        return apart.submit(film, *args).result()
+
+
 @pytest.mark.parametrize(
     ("container", "codec"),
     [
@@ -56,8 +64,8 @@ def sent(content: bytes, **options: Any) -> MediaPart:
     ],
 )
 async def test_every_format_is_read(door: MediaDoor, container: str, codec: str) -> None:
-    frames = drawn_frames(12, (64, 64))
-    (item,) = (await door.admit([sent(film(frames, 4, container, codec))])).items
+    content = made_apart if codec == "libsvtav1" else film
+    (item,) = (await door.admit([sent(content(drawn_frames(12, (64, 64)), 4, container, codec))])).items
     assert item.kind == "video"
     assert len(item.layout.runs) == 3  # 12 frames at 4 a second, 2 a second sampled, in pairs
     assert item.layout.text.startswith("<0.")
