@@ -121,7 +121,8 @@ def test_two_ranks_keep_rows_of_their_own(
     assert got == expected
     _, num_stored = conversations(model, 3, [store], {})
     assert num_stored == 0, "rows of ranks are not those of a whole model"
-    assert len(list((tmp_path / "store").glob("*/namespace.json"))) == 3
+    folders = [path.parent.name for path in (tmp_path / "store").glob("*/namespace.json")]
+    assert len({name.partition(".")[0] for name in folders}) == 3
 
 
 def test_other_weights_find_nothing(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
