@@ -22,6 +22,7 @@ import msgspec
 
 from quire.batch.client import Ask, BatchResponse
 from quire.batch.line_file import LineFile, drop_lines, lock, opened_lines, partial_of, put_in_place
+from quire.batch.summary import Counts
 from quire.entrypoints.openai.parsing import parse_json
 from quire.errors import ClientError, PayloadTooLargeError, ValidationError
 from quire.progress import Progress
@@ -275,31 +276,3 @@ def _earlier(lines: LineFile) -> Earlier:
 
 def _failed(line: bytes) -> bool:
     return _written.decode(line).failed
-
-
-EXIT_ERRORS = 3  # Exit code of a run that answered everything, some of it with an error.
-
-
-@dataclass
-class Counts:
-    """Inputs of a run: answered, answered with an error (of any run), and skipped because an earlier run answered."""
-
-    num_answered: int = 0
-    num_failed: int = 0
-    num_skipped: int = 0
-
-    def sentence(self, unit: str, seconds: float, place: str) -> str:
-        """Return the summary for a person.
-
-        Args:
-            unit: name of the inputs, in the plural.
-            seconds: time of the run.
-            place: name of the output.
-        """
-        before = f", {self.num_skipped} were answered before" if self.num_skipped else ""
-        failed = f"; {self.num_failed} have errors: --retry-failed asks them again" if self.num_failed else ""
-        return f"{self.num_answered} {unit} answered in {seconds:.0f} s{before}{failed}; answers: {place}"
-
-    @property
-    def exit_code(self) -> int:
-        return EXIT_ERRORS if self.num_failed else 0

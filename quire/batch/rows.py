@@ -15,7 +15,8 @@ import msgspec
 from quire.batch.client import Ask, BatchResponse
 from quire.batch.journal import FAULTY, Journal, JournalEntry, digest_of, opened_journal, write_journal
 from quire.batch.line_file import lock, partial_of
-from quire.batch.lines import Counts, seed_of
+from quire.batch.lines import seed_of
+from quire.batch.summary import Counts
 from quire.batch.tables import Cells, TableFile, TableRow, added_names
 from quire.batch.template import PromptTemplate
 from quire.errors import ConfigError, ValidationError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import click
 
-from quire.batch.lines import Counts
+from quire.batch.summary import Counts
 from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.cli.options import EngineCommand, HumanInt, JsonObjectType, engine_config
 from quire.errors import ConfigError, QuireError
