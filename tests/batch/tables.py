@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quire.batch.client import BatchResponse, answer_all
-from quire.batch.lines import Counts
 from quire.batch.rows import RowJob, opened_run
+from quire.batch.summary import Counts
 from quire.batch.tables import open_table
 from quire.batch.template import PromptTemplate
 from quire.progress import Progress
