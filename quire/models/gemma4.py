@@ -8,28 +8,21 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.layers.activation import FUNCTIONS
 from quire.layers.attention import Attention
-from quire.layers.base import Module, activation_dtype, model_dtype
-from quire.layers.embedding import VocabEmbedding
+from quire.layers.base import Module, activation_dtype
 from quire.layers.experts import ExpertRouter, Experts
-from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import HeadRMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.self_attention import SelfAttention, SharedKVAttention
 from quire.layers.shard import ShardSpan
 from quire.layers.step import StepContext
 from quire.layers.vectors import LayerVector, VectorLayer
-from quire.models.decoder import DecoderForCausalLM, of_layer, rotaries_of
-from quire.models.gemma3n import PerLayerEmbedding
-from quire.models.stack import Stack
+from quire.models.decoder import DecoderForCausalLM
+from quire.models.gemma_parts import PerLayerEmbedding, SharedKVBlock, SharedKVStack, TokenRowGate
 
 
 class Multipliers(VectorLayer):
@@ -83,40 +76,8 @@ class ExpertsBesideMLP(Module):
         return self.post_feedforward_layernorm_1(fed) + self.post_feedforward_layernorm_2(routed)
 
 
-class TokenRowGate(Module):
-    """Addition to the stream by a token's row for this layer, gated by the stream."""
-
-    def __init__(self, *, config: EngineConfig, size: int, prefix: str) -> None:
-        super().__init__()
-        arch = config.arch
-        self.per_layer_input_gate = Linear(
-            in_features=arch.hidden_size,
-            out_features=size,
-            bias=False,
-            dtype=model_dtype(config),
-            name=f"{prefix}.per_layer_input_gate",
-            partition="output",
-            activation=FUNCTIONS[arch.hidden_act],
-        )
-        self.per_layer_projection = Linear(
-            in_features=size,
-            out_features=arch.hidden_size,
-            bias=False,
-            dtype=model_dtype(config),
-            name=f"{prefix}.per_layer_projection",
-            partition="input",
-        )
-        self.post_per_layer_input_norm = block_norm(config, f"{prefix}.post_per_layer_input_norm")
-
-    def forward(self, x: Tensor, rows: Tensor, step: StepContext) -> Tensor:
-        """Stream x [T, H] and the tokens' rows of this layer [T, P] -> [T, H]."""
-        own = rows[:, self.per_layer_input_gate.rows[0]]
-        gated = self.per_layer_input_gate(x, step) * own
-        return x + self.post_per_layer_input_norm(self.per_layer_projection(gated, step))
-
-
-class Gemma4Block(Module):
-    """Decoder layer; `source` is the attention whose cache it reads if it has no keys and values."""
+class Gemma4Block(SharedKVBlock):
+    """Decoder layer with an MLP, and perhaps experts beside it or a token's row behind it."""
 
     def __init__(
         self,
@@ -127,34 +88,15 @@ class Gemma4Block(Module):
         rotary: RotaryEmbedding | None,
         source: Attention | None,
     ) -> None:
-        super().__init__()
-        arch, at = config.arch, f"{prefix}.self_attn"
-        self.self_attn = (
-            SelfAttention(config=config, prefix=at, layer=layer, rotary=rotary)
-            if source is None
-            else SharedKVAttention(config=config, prefix=at, source=source, rotary=rotary)
-        )
+        super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary, source=source)
+        arch = config.arch
         self.mlp = GatedMLP(config=config, prefix=f"{prefix}.mlp")
-        self.input_layernorm = block_norm(config, f"{prefix}.input_layernorm")
-        self.post_attention_layernorm = block_norm(config, f"{prefix}.post_attention_layernorm")
-        self.pre_feedforward_layernorm = block_norm(config, f"{prefix}.pre_feedforward_layernorm")
-        self.post_feedforward_layernorm = block_norm(config, f"{prefix}.post_feedforward_layernorm")
-        self.beside = (
-            None if arch.experts is None else ExpertsBesideMLP(config=config, prefix=f"{prefix}.beside")
-        )
-        rows = arch.token_rows
-        self.token_row = (
-            None
-            if rows is None
-            else TokenRowGate(config=config, size=rows.size, prefix=f"{prefix}.token_row")
-        )
+        self.beside = self.token_row = None
+        if arch.experts is not None:
+            self.beside = ExpertsBesideMLP(config=config, prefix=f"{prefix}.beside")
+        if arch.token_rows is not None:
+            self.token_row = TokenRowGate(config=config, prefix=f"{prefix}.token_row")
         self.layer_scalar = Multipliers(1, dtype=activation_dtype(config), name=f"{prefix}.layer_scalar")
-
-    def keys_and_values(self) -> Attention:
-        """Return the attention that later layers read."""
-        assert isinstance(self.self_attn, SelfAttention), "a layer that is read has keys and values"
-        assert isinstance(self.self_attn.attn, Attention), "a decoder has causal attention"
-        return self.self_attn.attn
 
     def forward(self, x: Tensor, rows: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """Stream x [T, H] and the tokens' rows of this layer [T, P], if the model has some -> [T, H]."""
@@ -164,11 +106,11 @@ class Gemma4Block(Module):
             fed = self.beside(x, fed, step)
         x = x + self.post_feedforward_layernorm(fed)
         if self.token_row is not None and rows is not None:
-            x = self.token_row(x, rows, step)
+            x = x + self.token_row(x, rows, step)
         return x * self.layer_scalar.weight
 
 
-class Gemma4Decoder(Stack):
+class Gemma4Decoder(SharedKVStack):
     """Embeddings, layers and the last norm.
 
     A stage passes on the stream and each token's rows for later layers.
@@ -178,33 +120,13 @@ class Gemma4Decoder(Stack):
     takes_media = True
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
-        super().__init__(config=config)
-        arch = config.arch
-        self.shared_kv = arch.shared_kv
-        self.row_size = 0 if arch.token_rows is None else arch.token_rows.size
-        self.embed_tokens = VocabEmbedding(
-            vocab_size=arch.vocab_size,
-            size=arch.hidden_size,
-            dtype=model_dtype(config),
-            scale=arch.embedding_multiplier,
-            is_head=arch.tie_word_embeddings,
-            out_dtype=activation_dtype(config),
-            name=f"{prefix}.embed_tokens",
-        )
+        super().__init__(config=config, prefix=prefix)
+        self.row_size = 0 if config.arch.token_rows is None else config.arch.token_rows.size
         self.token_rows = None
         if self.row_size:
             self.token_rows = PerLayerEmbedding(config=config, prefix=f"{prefix}.token_rows")
-        blocks: list[Gemma4Block] = []
-        for layer, rotary in enumerate(rotaries_of(config)):
-            source = blocks[arch.shared_kv[layer]].keys_and_values() if layer in arch.shared_kv else None
-            own, at = of_layer(config, layer), f"{prefix}.layers.{layer}"
-            blocks.append(Gemma4Block(config=own, prefix=at, layer=layer, rotary=rotary, source=source))
-        self.layers = nn.ModuleList(blocks)
+        self.layers = self.made_layers(Gemma4Block, config, prefix)
         self.norm = block_norm(config, f"{prefix}.norm")
-
-    def joined(self) -> Collection[int]:
-        """Return all layers after a cache's owner up to its last reader: they read the cache of that stage."""
-        return {number for reader, read in self.shared_kv.items() for number in range(read + 1, reader + 1)}
 
     def stream_size(self, layer: int) -> int:
         return self._hidden_size + (len(self.layers) - layer) * self.row_size

@@ -59,7 +59,7 @@ from quire.layers.vectors import OutBias
 from quire.models.blocks import BLOCKS
 from quire.models.decoder import Decoder, DecoderForCausalLM
 from quire.models.encoder import ClassifierHead, EncoderModel, EncoderStack
-from quire.models.gemma3n import Gemma3nBlock, Gemma3nDecoder, Gemma3nForCausalLM, Laurel, PerLayerEmbedding
+from quire.models.gemma3n import Gemma3nBlock, Gemma3nDecoder, Gemma3nForCausalLM, Laurel
 from quire.models.gemma4 import (
     ExpertsBesideMLP,
     Gemma4Block,
@@ -67,8 +67,8 @@ from quire.models.gemma4 import (
     Gemma4ForCausalLM,
     Multipliers,
     ScaledRouter,
-    TokenRowGate,
 )
+from quire.models.gemma_parts import PerLayerEmbedding, TokenRowGate
 from quire.models.opt import NoProjection, OPTDecoder, OPTDecoderLayer, OPTForCausalLM, OPTModel
 from quire.models.rwkv7 import RWKV7Decoder, RWKV7ForCausalLM, RWKV7Layer
 from quire.models.zamba2 import HybridLayer, MambaLayer, Zamba2Decoder, Zamba2ForCausalLM
@@ -131,8 +131,9 @@ _WITH_STATES = frozenset(
 )
 _LATENT = frozenset({LatentSelfAttention, LatentAttention, PerHeadLinear})
 _OPT = frozenset({OPTForCausalLM, OPTModel, OPTDecoder, OPTDecoderLayer, NoProjection, nn.Identity})
-_GEMMA3N = frozenset({Gemma3nForCausalLM, Gemma3nDecoder, Gemma3nBlock, PerLayerEmbedding, Laurel})
-_GEMMA4 = frozenset({Gemma4ForCausalLM, Gemma4Decoder, Gemma4Block, TokenRowGate, Multipliers})
+_GEMMA3N = frozenset({Gemma3nForCausalLM, Gemma3nDecoder, Gemma3nBlock, Laurel})
+_GEMMA4 = frozenset({Gemma4ForCausalLM, Gemma4Decoder, Gemma4Block, Multipliers})
+_GEMMAS = _GEMMA3N | _GEMMA4 | {PerLayerEmbedding, TokenRowGate}
 _ZAMBA2 = frozenset(
     {
         Zamba2ForCausalLM,
@@ -149,8 +150,7 @@ _RWKV7 = frozenset({RWKV7ForCausalLM, RWKV7Decoder, RWKV7Layer, TimeMix, Channel
 _ENCODERS = frozenset({EncoderModel, EncoderStack, ClassifierHead})
 _OF_SUCH_PARTS = (
     _OPT
-    | _GEMMA3N
-    | _GEMMA4
+    | _GEMMAS
     | _ZAMBA2
     | _RWKV7
     | _ENCODERS

@@ -177,6 +177,7 @@ def read_gemma3(
 
 _PERIOD, _WINDOW = 5, 512
 _SPARSE_LAYERS, _SPARSITY = 10, 0.95
+_ROWS = ("token_rows", "token_row")  # Modules of per-layer token embeddings, which checkpoints do not name.
 
 
 def read_gemma3n(architecture: str, config: JsonObject) -> ModelArch:
@@ -192,7 +193,7 @@ def read_gemma3n(architecture: str, config: JsonObject) -> ModelArch:
         _with_one_size(config, num_layers),
         period=_PERIOD,
         window=_WINDOW,
-        names=CheckpointNames({"token_rows": ""}, unused=tuple(_unused_of(layer) for layer in shared)),
+        names=CheckpointNames(dict.fromkeys(_ROWS, ""), unused=tuple(_unused_of(layer) for layer in shared)),
         norm_offset=0.0,
         attention_scale=1.0,
         v_norm=True,
@@ -269,7 +270,7 @@ def read_gemma4(architecture: str, config: JsonObject) -> ModelArch:
     return read_gemma2(
         architecture,
         config,
-        names=CheckpointNames(dict.fromkeys(("token_rows", "token_row", "beside"), ""), merged, unused),
+        names=CheckpointNames(dict.fromkeys((*_ROWS, "beside"), ""), merged, unused),
         norm_offset=0.0,
         attention_scale=1.0,
         attn_logit_softcap=None,

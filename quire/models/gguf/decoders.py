@@ -72,9 +72,9 @@ GEMMA3N_PLACES: TensorPlaces = {
     "laurel_l": "laurel.linear_left",
     "laurel_r": "laurel.linear_right",
     "laurel_post_norm": "laurel.post_laurel_norm",
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
+    "inp_gate": "token_row.per_layer_input_gate",
+    "proj": "token_row.per_layer_projection",
+    "post_norm": "token_row.post_per_layer_input_norm",
 }
 _LAYERS_WITH_KEYS = 20
 """Default for files that do not say how many layers share keys and values."""
