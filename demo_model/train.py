@@ -12,7 +12,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from demo_model.data import Dialogue, dialogues
@@ -147,9 +148,11 @@ def descend(model: LlamaForCausalLM, opts: list[torch.optim.Optimizer], batch: B
     return loss.item()
 
 
-def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+def optimizers(named: Iterable[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for all others, embeddings among them."""
+    named = list(named)
+    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in named if p.ndim != 2 or "embed" in name]
     return [Muon(matrices, lr=MUON_RATE, weight_decay=0.01),
             torch.optim.AdamW(others, lr=ADAMW_RATE, betas=(0.9, 0.98), weight_decay=0.01)]  # fmt: skip
 
@@ -175,16 +178,21 @@ def export(model: LlamaForCausalLM, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(GENERATION, indent=2) + "\n")
 
 
-def checkpoint(model: LlamaForCausalLM, folder: Path, step: int, minutes: float) -> None:
-    """Full-precision weights and how far the schedule is."""
+def checkpoint(model: nn.Module, folder: Path, step: int, minutes: float) -> None:
+    """Full-precision weights but the head's, which is the embedding's, and how far the schedule is."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    weights = {k: v for k, v in model.state_dict().items() if not k.endswith("lm_head.weight")}
     save_file(weights, folder / "checkpoint.safetensors")
     (folder / "state.json").write_text(json.dumps({"step": step, "minutes": minutes}))
 
 
 def resume(model: LlamaForCausalLM, folder: Path) -> tuple[int, float]:
     load(model, folder / "checkpoint.safetensors")
+    return position(folder)
+
+
+def position(folder: Path) -> tuple[int, float]:
+    """The step and the minutes of a checkpoint."""
     state = json.loads((folder / "state.json").read_text())
     return state["step"], state["minutes"]
 
@@ -204,13 +212,11 @@ def train(args: argparse.Namespace, encoder: Encoder) -> None:
         load(model, args.start / "model.safetensors")
     step, before = resume(model, args.work_dir) if args.resume else (0, 0.0)
     first = step
-    opts, began, saved, tokens, mean = optimizers(model), time.monotonic(), 0.0, 0, 0.0
+    opts, began, saved, tokens, mean = optimizers(model.named_parameters()), time.monotonic(), 0.0, 0, 0.0
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
     for batch in batches(encoder, args.seed + step):
         minutes = before + (time.monotonic() - began) / 60
-        progress = max(
-            step / args.steps if args.steps else 0.0, minutes / args.minutes if args.minutes else 0.0
-        )
+        progress = progress_of(args, step, minutes)
         if progress >= 1:
             break
         set_rates(opts, args.rate, step - first, progress)
@@ -229,20 +235,37 @@ def train(args: argparse.Namespace, encoder: Encoder) -> None:
     export(model, args.out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def progress_of(args: argparse.Namespace, step: int, minutes: float) -> float:
+    """Return the part of the training that is done, by the limit that comes first."""
+    return max(step / args.steps if args.steps else 0.0, minutes / args.minutes if args.minutes else 0.0)
+
+
+def recipe_parser(description: str | None, *, threads: int, out: Path) -> argparse.ArgumentParser:
+    """Return a parser with the options of every training that is limited by steps or by time."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=0, help="stop after so many steps (0: no limit)")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes (0: no limit)")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=threads)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--start", type=Path, help="begin with the weights and the tokenizer of this model")
     parser.add_argument("--rate", type=float, default=1.0, help="times the usual learning rates")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --work-dir")
     parser.add_argument("--work-dir", type=Path, required=True, help="where checkpoints go")
-    parser.add_argument("--out", type=Path, default=ASSETS)
+    parser.add_argument("--out", type=Path, default=out)
+    return parser
+
+
+def recipe_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the options of the command line."""
     args = parser.parse_args()
     if not args.steps and not args.minutes:
         parser.error("give --steps or --minutes")
+    return args
+
+
+def main() -> None:
+    parser = recipe_parser(__doc__, threads=2, out=ASSETS)
+    parser.add_argument("--start", type=Path, help="begin with the weights and the tokenizer of this model")
+    args = recipe_of(parser)
     if args.resume and args.start:
         parser.error("give --resume or --start, not both")
     torch.set_num_threads(args.threads)

@@ -77,7 +77,7 @@ def train(args: argparse.Namespace) -> None:
     load(teacher, TEACHER / "model.safetensors")
     model = new_companion(teacher, args.seed)
     encoder = Encoder(Tokenizer.from_file(str(TEACHER / "tokenizer.json")))
-    opts, began, mean = optimizers(model), time.monotonic(), 0.0
+    opts, began, mean = optimizers(model.named_parameters()), time.monotonic(), 0.0
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
     for step, batch in zip(range(args.steps), batches(encoder, args.seed, BATCH_TOKENS), strict=False):
         set_rates(opts, 1.0, step, step / args.steps)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import random
 import time
 from collections.abc import Iterator
@@ -30,8 +29,16 @@ from torch import Tensor, nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from demo_model.data import dialogues
-from demo_model.muon import Muon
 from demo_model.pictures import COLORS, KINDS, SIDE, Picture, draw, picture, question
+from demo_model.train import (
+    checkpoint,
+    optimizers,
+    position,
+    progress_of,
+    recipe_of,
+    recipe_parser,
+    set_rates,
+)
 
 ASSETS = Path(__file__).resolve().parent.parent / "quire" / "assets" / "quire-demo-vision"
 SPECIAL = PAD, USER, ASSISTANT, SYSTEM, END, IMAGE = (
@@ -83,7 +90,7 @@ PROCESSOR = {
     "processor_class": "LlavaProcessor", "image_token": IMAGE, "num_additional_image_tokens": 0,
     "patch_size": PATCH, "vision_feature_select_strategy": "full",
 }  # fmt: skip
-MUON_RATE, ADAMW_RATE, WARM_UP, LABELS_WEIGHT = 0.02, 3e-3, 60, 1.0
+LABELS_WEIGHT = 1.0
 EYES_FIRST = 0.35
 """Part of the training in which the tower learns alone."""
 ROW = 124
@@ -275,23 +282,13 @@ def attended(batch: Batch) -> Tensor:
     return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[:, None]
 
 
-def optimizers(learner: Learner, eyes_only: bool) -> list[torch.optim.Optimizer]:
+def optimizers_of(learner: Learner, eyes_only: bool) -> list[torch.optim.Optimizer]:
     named = [
         (name, p)
         for name, p in learner.named_parameters()
         if not (eyes_only and ("language_model" in name or "projector" in name))
     ]
-    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in named if p.ndim != 2 or "embed" in name]
-    return [Muon(matrices, lr=MUON_RATE, weight_decay=0.01),
-            torch.optim.AdamW(others, lr=ADAMW_RATE, betas=(0.9, 0.98), weight_decay=0.01)]  # fmt: skip
-
-
-def set_rates(opts: list[torch.optim.Optimizer], peak: float, step: int, progress: float) -> None:
-    """Linear warm-up to `peak` times the usual rates, then a cosine down to one percent of it."""
-    fall = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    for opt, rate in zip(opts, (MUON_RATE, ADAMW_RATE), strict=True):
-        opt.param_groups[0]["lr"] = rate * peak * min(1.0, (step + 1) / WARM_UP) * fall
+    return optimizers(named)
 
 
 def export(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, folder: Path) -> None:
@@ -312,18 +309,9 @@ def export(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, folder: P
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
-def save(learner: Learner, folder: Path, step: int, minutes: float) -> None:
-    """Write full-precision weights, the heads' too, and how far the schedule is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {k: v for k, v in learner.state_dict().items() if "lm_head" not in k}
-    save_file(weights, folder / "checkpoint.safetensors")
-    (folder / "state.json").write_text(json.dumps({"step": step, "minutes": minutes}))
-
-
 def resume(learner: Learner, folder: Path) -> tuple[int, float]:
     learner.load_state_dict(load_file(folder / "checkpoint.safetensors"), strict=False)
-    state = json.loads((folder / "state.json").read_text())
-    return state["step"], state["minutes"]
+    return position(folder)
 
 
 def train(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
@@ -335,14 +323,12 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     print(f"{sum(p.numel() for p in learner.model.parameters())} parameters", flush=True)
     for batch in Batches(tokenizer, args.seed + step, args.pictures):
         minutes = before + (time.monotonic() - began) / 60
-        progress = max(
-            step / args.steps if args.steps else 0.0, minutes / args.minutes if args.minutes else 0.0
-        )
+        progress = progress_of(args, step, minutes)
         if progress >= 1:
             break
         if eyes_only != (progress < EYES_FIRST):
             eyes_only, first = progress < EYES_FIRST, step
-            opts = optimizers(learner, eyes_only)
+            opts = optimizers_of(learner, eyes_only)
         set_rates(opts, args.rate, step - first, progress)
         losses = (torch.zeros(()), learner.labels(batch)) if eyes_only else learner(batch)
         torch.autograd.backward(losses[0] + LABELS_WEIGHT * losses[1])
@@ -359,26 +345,16 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
             means = [0.0, 0.0]
         if minutes - saved > 3:
             saved = minutes
-            save(learner, args.work_dir, step, minutes)
+            checkpoint(learner, args.work_dir, step, minutes)
             export(learner.model, tokenizer, args.work_dir / "model")
-    save(learner, args.work_dir, step, minutes)
+    checkpoint(learner, args.work_dir, step, minutes)
     export(learner.model, tokenizer, args.out)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=0, help="stop after so many steps (0: no limit)")
-    parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many minutes (0: no limit)")
+    parser = recipe_parser(__doc__, threads=1, out=ASSETS)
     parser.add_argument("--pictures", type=int, default=32, help="pictures of a batch")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--rate", type=float, default=1.0, help="times the usual learning rates")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --work-dir")
-    parser.add_argument("--work-dir", type=Path, required=True, help="where checkpoints go")
-    parser.add_argument("--out", type=Path, default=ASSETS)
-    args = parser.parse_args()
-    if not args.steps and not args.minutes:
-        parser.error("give --steps or --minutes")
+    args = recipe_of(parser)
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
     kept = args.work_dir / "tokenizer.json"
