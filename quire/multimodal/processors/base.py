@@ -9,7 +9,8 @@ processes is a quarter of what an encoder takes. Neither torch nor transformers 
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,9 +188,13 @@ def request_options(files: JsonObject, options: Mapping[str, Any]) -> JsonObject
     return JsonObject(OPTIONS_FIELD, {**files.values, **options}) if options else files
 
 
-def as_request_error(error: StartupError) -> ValidationError:
-    """Return the error of a request whose options a processor could not read."""
-    return ValidationError(str(error), param=OPTIONS_FIELD)
+@contextmanager
+def request_errors() -> Iterator[None]:
+    """Raise ValidationError for options of a request that a processor could not read, in place of StartupError."""
+    try:
+        yield
+    except StartupError as error:
+        raise ValidationError(str(error), param=OPTIONS_FIELD) from None
 
 
 def make_processor(architecture: str, model_dir: Path, options: Mapping[str, Any]) -> Processor | None:

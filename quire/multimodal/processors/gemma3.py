@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from quire.errors import StartupError, ValidationError
+from quire.errors import ValidationError
 from quire.models.json_object import JsonObject
 from quire.multimodal.processors.base import (
     OPTIONS_FIELD,
@@ -23,9 +23,9 @@ from quire.multimodal.processors.base import (
     Placeholders,
     Prepared,
     Processor,
-    as_request_error,
     check_prepared_pixels,
     fixed_embeds,
+    request_errors,
     request_options,
 )
 from quire.multimodal.processors.files import ProcessorFiles
@@ -113,10 +113,8 @@ class Gemma3Processor(Processor):
         return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
-        try:
+        with request_errors():
             rule = _rule(request_options(self._image, options))
-        except StartupError as error:
-            raise as_request_error(error) from None
         image = as_rgb(image)
         crops = [] if rule is None else rule.crops(image)
         check_prepared_pixels((1 + len(crops)) * self._size[0] * self._size[1])

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from quire.errors import StartupError
 from quire.models.json_object import JsonObject
 from quire.multimodal.processors.base import (
     Arrays,
@@ -23,8 +22,8 @@ from quire.multimodal.processors.base import (
     Prepared,
     Processor,
     Size,
-    as_request_error,
     check_prepared_pixels,
+    request_errors,
     request_options,
 )
 from quire.multimodal.processors.files import ProcessorFiles
@@ -74,10 +73,8 @@ class Idefics3Processor(Processor):
         return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
-        try:
+        with request_errors():
             longest, splits = self._plan(request_options(self._image, options))
-        except StartupError as error:
-            raise as_request_error(error) from None
         image = self._resized(as_rgb(image), scaled_size(size_of(image), longest))
         rows = columns = 0
         if splits:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from quire.errors import StartupError, ValidationError
+from quire.errors import ValidationError
 from quire.models.json_object import JsonObject
 from quire.multimodal.processors.base import (
     OPTIONS_FIELD,
@@ -23,8 +23,8 @@ from quire.multimodal.processors.base import (
     Prepared,
     Processor,
     Size,
-    as_request_error,
     check_prepared_pixels,
+    request_errors,
     request_options,
 )
 from quire.multimodal.processors.files import ProcessorFiles
@@ -78,10 +78,8 @@ class InternVLProcessor(Processor):
         return cls(ProcessorFiles(model_dir, options), options)
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
-        try:
+        with request_errors():
             least, most = _tile_limits(request_options(self._image, options))
-        except StartupError as error:
-            raise as_request_error(error) from None
         image = as_rgb(image)
         rows, columns = best_grid(size_of(image), self._tile, least, most)
         tiles = self._cut(image, rows, columns) if rows * columns > 1 else []

@@ -16,15 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from quire.errors import StartupError
 from quire.multimodal.processors.base import (
     Arrays,
     Placeholders,
     Prepared,
     Processor,
     Size,
-    as_request_error,
     check_prepared_pixels,
+    request_errors,
     request_options,
 )
 from quire.multimodal.processors.files import ProcessorFiles
@@ -79,12 +78,10 @@ class Llama4Processor(Processor):
         return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
-        try:
+        with request_errors():
             values = request_options(self._image, options)
             most = values.integer("max_patches", 16, high=MAX_TILES)
             is_largest = values.flag("resize_to_max_canvas", False)
-        except StartupError as error:
-            raise as_request_error(error) from None
         size, side = size_of(image), self._side
         canvas = best_canvas(size, side, most, is_largest=is_largest)
         check_prepared_pixels(canvas[0] * canvas[1] + side * side)

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from quire.errors import StartupError
 from quire.models.json_object import JsonObject
 from quire.multimodal.processors.base import (
     Arrays,
@@ -24,9 +23,9 @@ from quire.multimodal.processors.base import (
     Prepared,
     Processor,
     Size,
-    as_request_error,
     check_prepared_pixels,
     fixed_embeds,
+    request_errors,
     request_options,
 )
 from quire.multimodal.processors.files import ProcessorFiles
@@ -89,10 +88,8 @@ class LlavaProcessor(Processor):
         return cls(files, num_embeddings(files))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
-        try:
+        with request_errors():
             pads = self._pads(request_options(self._image, options))
-        except StartupError as error:
-            raise as_request_error(error) from None
         image = as_rgb(image)
         if pads:
             image = _padded(image, self._background)

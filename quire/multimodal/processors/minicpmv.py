@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from quire.errors import StartupError
 from quire.models.json_object import JsonObject
 from quire.multimodal.door.layout import NUMBER
 from quire.multimodal.processors.base import (
@@ -24,8 +23,8 @@ from quire.multimodal.processors.base import (
     Prepared,
     Processor,
     Size,
-    as_request_error,
     check_prepared_pixels,
+    request_errors,
     request_options,
 )
 from quire.multimodal.processors.files import ProcessorFiles
@@ -85,10 +84,8 @@ class MiniCPMVProcessor(Processor):
         return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
-        try:
+        with request_errors():
             most, slices = self._limits(request_options(self._image, options))
-        except StartupError as error:
-            raise as_request_error(error) from None
         image = as_rgb(image)
         grid = best_grid(size_of(image), most, self._side) if slices else None
         whole = self._resized(image, self._best_size(size_of(image), grow=grid is None))

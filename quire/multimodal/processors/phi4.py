@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from quire.errors import StartupError, ValidationError
+from quire.errors import ValidationError
 from quire.models.json_object import JsonObject
 from quire.multimodal.processors.base import (
     Arrays,
@@ -23,8 +23,8 @@ from quire.multimodal.processors.base import (
     Prepared,
     Processor,
     Size,
-    as_request_error,
     check_prepared_pixels,
+    request_errors,
     request_options,
 )
 from quire.multimodal.processors.files import ProcessorFiles
@@ -75,10 +75,8 @@ class Phi4Processor(Processor):
         return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
-        try:
+        with request_errors():
             most = self._most(request_options(self._image, options))
-        except StartupError as error:
-            raise as_request_error(error) from None
         size, side = size_of(image), self._side
         grid = crops_of(size, side, most)
         canvas = grid[0] * side, grid[1] * side

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from quire.errors import StartupError
 from quire.models.json_object import JsonObject
 from quire.multimodal.processors.base import (
     Arrays,
@@ -23,8 +22,8 @@ from quire.multimodal.processors.base import (
     Prepared,
     Processor,
     Size,
-    as_request_error,
     check_prepared_pixels,
+    request_errors,
     request_options,
 )
 from quire.multimodal.processors.files import ProcessorFiles
@@ -71,10 +70,8 @@ class PixtralProcessor(Processor):
         return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
-        try:
+        with request_errors():
             limits = _limits(request_options(self._image, options))
-        except StartupError as error:
-            raise as_request_error(error) from None
         rows, columns = (-(-side // self._patch) for side in _shrunk(size_of(image), limits))
         size = rows * self._patch, columns * self._patch
         check_prepared_pixels(size[0] * size[1])

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from quire.errors import StartupError, ValidationError
+from quire.errors import ValidationError
 from quire.models.json_object import JsonObject
 from quire.multimodal.processors.base import (
     Arrays,
@@ -24,8 +24,8 @@ from quire.multimodal.processors.base import (
     Prepared,
     Processor,
     Size,
-    as_request_error,
     check_prepared_pixels,
+    request_errors,
     request_options,
 )
 from quire.multimodal.processors.files import ProcessorFiles
@@ -79,10 +79,8 @@ class QwenVLProcessor(Processor):
         return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
-        try:
+        with request_errors():
             limits = _limits(request_options(self._image, options))
-        except StartupError as error:
-            raise as_request_error(error) from None
         size = rounded_size(size_of(image), self._patch * self._merge, *limits)
         check_prepared_pixels(size[0] * size[1])
         pixels = pixels_of(resized(as_rgb(image), size, self._resample))

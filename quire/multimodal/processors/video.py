@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import StartupError, ValidationError
+from quire.errors import ValidationError
 from quire.models.json_object import JsonObject
 from quire.multimodal.processors.base import (
     MAX_PREPARED_PIXELS,
     OPTIONS_FIELD,
     Prepared,
     Size,
-    as_request_error,
+    request_errors,
     request_options,
 )
 from quire.multimodal.processors.files import ProcessorFiles
@@ -106,14 +106,12 @@ class VideoProcessor(abc.ABC):
         Raises:
             ValidationError: an option is not possible for this video, or there are too many frames.
         """
-        try:
+        with request_errors():
             video = self._with(options)
             if wants_sampling(facts, video, usually=self.samples_arrays):
                 indices = self._sampled(facts, video)
             else:
                 indices = list(facts.chosen or range(facts.num_frames))
-        except StartupError as error:
-            raise as_request_error(error) from None
         if not 0 < len(indices) <= MAX_FRAMES:
             raise ValidationError(
                 f"{len(indices)} frames would be read of the video's {facts.num_frames}, the limit is {MAX_FRAMES}; "
@@ -131,10 +129,8 @@ class VideoProcessor(abc.ABC):
         Raises:
             ValidationError: the video or an option is not possible for this model.
         """
-        try:
+        with request_errors():
             size = self._size(clip, self._with(options))
-        except StartupError as error:
-            raise as_request_error(error) from None
         check_video_pixels(len(clip.indices), size)
         pixels = np.empty((len(clip.indices), *size, 3), np.uint8)
         for place, frame in zip(pixels, frames, strict=True):
