@@ -116,6 +116,9 @@ ADAPTER_TOKENIZER = "quire.lora.tokenizer:adapter_context"
 ADAPTER_CONTENTS = "quire.lora.contents:LoRAContents"
 """Digests of adapters' contents (`quire.engine.front_end`)."""
 
+MEDIA_ADAPTERS = "quire.lora.media_adapters:MediaAdapters"
+"""Choice of the adapters that prompts with media imply (`quire.engine.front_end`)."""
+
 PARKED_WEIGHTS = "quire.sleep.parked_weights:ParkedWeights"
 """Weights kept on the host while their worker sleeps (`quire.worker.worker`)."""
 

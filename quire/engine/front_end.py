@@ -32,7 +32,6 @@ from quire.config import EngineConfig
 from quire.engine.core_choice import make_core_choice
 from quire.engine.file_states import check_files
 from quire.engine.input_processor import InputProcessor
-from quire.engine.media_adapters import MediaAdapters
 from quire.engine.messages import (
     AbortRequests,
     CoreMessage,
@@ -58,7 +57,7 @@ from quire.errors import (
     UnavailableError,
     ValidationError,
 )
-from quire.features import ADAPTER_CONTENTS
+from quire.features import ADAPTER_CONTENTS, MEDIA_ADAPTERS
 from quire.kv_cache.hashing import extra_keys
 from quire.metrics.stats import STAT_LOGGERS, StatLoggerGroup
 from quire.metrics.tracing import make_tracers
@@ -383,7 +382,11 @@ class FrontEnd:
         self._contents: AdapterContents | None = (
             import_place(ADAPTER_CONTENTS)(config) if reads_contents else None
         )
-        self._media_adapters = MediaAdapters(config, self.completed_adapter)
+        self._media_adapters = (
+            import_place(MEDIA_ADAPTERS)(config, self.completed_adapter)
+            if config.lora.default_mm_loras
+            else None
+        )
 
     # State
 
@@ -507,9 +510,9 @@ class FrontEnd:
         cores = self._cores_for(data_parallel_rank)
         name = self._in_flight.new_name(label)
         tracked_sink = self._with_removal(name, sink)
-        adapter_request = self._media_adapters.adapter_of(
-            prompt.media, self.completed_adapter(adapter_request)
-        )
+        adapter_request = self.completed_adapter(adapter_request)
+        if self._media_adapters is not None:
+            adapter_request = self._media_adapters.adapter_of(prompt.media, adapter_request)
         terms = Terms(priority=priority, tenant=tenant, adapter_request=adapter_request)
         owner = self._owners.get(type(params))
         if owner is not None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from quire.adapters import AdapterRequest
+from quire.adapters import AdapterRequest, adapter_error
 from quire.config import EngineConfig
-from quire.errors import ValidationError
 from quire.media import MediaItem
 
 FIRST_NUMBER = 2**62
@@ -40,17 +39,14 @@ class MediaAdapters:
         Raises:
             ValidationError: the caller's is another one than that of the media.
         """
-        if not self._of_kind:
-            return given
         kinds = {item.kind for item in media}
         kind = next((kind for kind in self._of_kind if kind in kinds), None)
         if kind is None:
             return given
         own = self._of_kind[kind]
         if given is not None and own is not None and given.lora_path != own.lora_path:
-            raise ValidationError(
+            raise adapter_error(
                 f"the request names adapter {given.lora_name!r}, and its media of kind {kind} need the adapter "
-                f"{own.lora_name!r} of the model: a request has one adapter, so send the media without the other",
-                param="lora_request",
+                f"{own.lora_name!r} of the model: a request has one adapter, so send the media without the other"
             )
         return own
