@@ -102,7 +102,7 @@ class EngineConfig:
         return replace(self, model_dir=model_dir, load=load, files={}, draft=draft)
 
     def without_adapters(self) -> EngineConfig:
-        """Return a copy of whose requests none may name an adapter."""
+        """Return a copy whose requests may not name adapters."""
         return replace(self, lora=LoRAConfig())
 
     @property

@@ -147,8 +147,7 @@ class Attention(Module):
     the model, norms each head before that. `alibi` a lowers a score by a * slope * distance, with a slope per head.
     `attention_chunk` c: a token attends within its chunk of the sequence, cut at multiples of c. `sinks`, owned by the
     model, join every softmax. Heads come in `parts` of equal size, each of which is sharded. Unless `looks_ahead`, a
-    token
-    attends to earlier ones only, even where the step says that it sees more.
+    token attends to earlier ones only, even where the step says that it sees more.
 
     Raises:
         ConfigError: the requested attention backend does not support this.

@@ -278,7 +278,7 @@ class Experts(Module):
         self._function = None if experts.gated else FUNCTIONS[experts.activation]
         self._device_type, self._dtype = device_type(config), activation_dtype(config)
         self._weights: ExpertWeights | None = None
-        self._rounds: bool | None = None
+        self._one_by_one_only: bool | None = None
         self._adapters: ExpertAdapters | None = None
         self._are_whole = config.parallel.enable_expert_parallel
         self._adds_up_with: Group | None = None
@@ -293,16 +293,16 @@ class Experts(Module):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, step: StepContext) -> Tensor:
         """x [T, H], chosen and weights from `ExpertRouter` -> [T, H]."""
-        if self._round_inputs():
+        if self._goes_one_by_one():
             return self._one_by_one(x, chosen, weights, step)
         return self._multiplied(x, chosen, weights, step.adapter_rows)
 
-    def _round_inputs(self) -> bool:
-        if self._rounds is None:
-            self._rounds = self._activation is None or any(
+    def _goes_one_by_one(self) -> bool:
+        if self._one_by_one_only is None:
+            self._one_by_one_only = self._activation is None or any(
                 member.quantizes_inputs for member in self._members()
             )
-        return self._rounds
+        return self._one_by_one_only
 
     def _one_by_one(self, x: Tensor, chosen: Tensor, weights: Tensor, step: StepContext) -> Tensor:
         """Compute expert by expert: no kernel has the activation, or quantizes between two matmuls as a checkpoint
@@ -333,7 +333,7 @@ class Experts(Module):
 
     def why_not_captured(self) -> str | None:
         """See `Capturable`."""
-        if self._round_inputs():
+        if self._goes_one_by_one():
             return "experts that no kernel can fuse are called one by one"
         nothing = torch.empty(0, dtype=self._dtype)
         taken = ops.experts.takes(self._device_type, nothing, nothing, nothing, self._of())

@@ -179,9 +179,8 @@ class QKVLinear(Linear):
     its
     query. `clip` bounds the outputs. `paired`: each head of the first half belongs to one of the second, and ranks hold
     pairs. With several `blocks` the checkpoint has, in one tensor, that fraction of the queries, the values and the
-    keys,
-    then the next of each. `merged`: the outputs are read as one tensor [T, N]. Without `values` there are queries and
-    keys.
+    keys, then the next of each. `merged`: the outputs are read as one tensor [T, N]. Without `values` there are queries
+    and keys.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ For every architecture the tests create a small checkpoint with random weights, 
 layer, `make test-every` for all.
 
 All support batching, chunked prefill, prefix caching, recorded decode steps, quantization at load time,
-adapters, and [tensor and pipeline parallelism](parallelism.md).
+[adapters](lora.md#limits), and [tensor and pipeline parallelism](parallelism.md).
 """
 
 MEASURED = """

@@ -195,3 +195,14 @@ class Codec:
             ValueError: they contradict each other, or the config; the message names the tensor.
         """
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Floats(Codec):
+    """Float modules beside quantized ones: weight [N, K]."""
+
+    def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        return {"weight": Stored((outputs(), inputs()))}
+
+    def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
+        return tensors["weight"]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""E4M3 (P. Micikevicius et al., "FP8 formats for deep learning", 2022) with scales for blocks of the weight.
-
-The codec of float modules beside quantized ones is here as well.
-"""
+"""E4M3 (P. Micikevicius et al., "FP8 formats for deep learning", 2022) with scales for blocks of the weight."""
 
 from __future__ import annotations
 
@@ -44,14 +41,3 @@ class Fp8Codec(Codec):
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
         data, grid = tensors["weight"].t() if self.transposed else tensors["weight"], self._grid
         return Coded.of("fp8", grid.inputs, data, grid.by_row(tensors[self.scale], len(data)))
-
-
-@dataclass(frozen=True)
-class Floats(Codec):
-    """weight [N, K]."""
-
-    def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
-        return {"weight": Stored((outputs(), inputs()))}
-
-    def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
-        return tensors["weight"]

@@ -15,7 +15,7 @@ CODECS: PluginTable[type[Codec]] = PluginTable(
     "quire.codecs",
     "an encoding of a checkpoint's weights",
     {
-        "floats": f"{_HERE}.fp8:Floats",
+        "floats": f"{_HERE}.codec:Floats",
         "gptq": f"{_HERE}.gptq:Gptq",
         "ggml": f"{_HERE}.ggml:Ggml",
         "awq": f"{_HERE}.gptq:Awq",

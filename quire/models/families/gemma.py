@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma (arXiv:2403.08295), Gemma 2 (arXiv:2408.00118), Gemma 3 text (arXiv:2503.19786), Gemma 3n and Gemma 4 text
-(Google, 2025 and 2026) and
-RecurrentGemma (A. Botev et al., 2024, arXiv:2404.07839), a Griffin (arXiv:2402.19427).
+(Google, 2025 and 2026) and RecurrentGemma (A. Botev et al., 2024, arXiv:2404.07839), a Griffin (arXiv:2402.19427).
 
 Scaled embeddings, norm weights stored minus one, GELU. From Gemma 2 on, norms before and after each block, a query
 scale of their own and windows on some layers; Gemma 2 soft-caps scores and logits; Gemma 3 norms q and k and gives
