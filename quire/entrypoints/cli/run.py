@@ -295,7 +295,7 @@ def run(words: tuple[str, ...], system_prompt: str | None, raw: bool, **params: 
     params["model"], prompt = model_and_prompt(words, params["model"])
     if params["model"] is None and any(kind == "image" for kind, _ in files):
         params["model"] = DEMO_VISION
-    is_chat = prompt is None and sys.stdin.isatty()
+    is_chat = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if is_chat and raw:
         raise click.UsageError("--raw needs a PROMPT")
     text = _standard_input() if prompt in (None, "-") and not is_chat else prompt or ""
@@ -328,12 +328,12 @@ def _standard_input() -> str:
     """Return the prompt on standard input.
 
     Raises:
-        UsageError: it is empty, or no text of the locale's encoding.
+        UsageError: it is empty or closed, or no text of the locale's encoding.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="strict")  # the POSIX locale lets bytes through that are no text
     try:
-        text = sys.stdin.read()
+        text = "" if sys.stdin is None else sys.stdin.read()
     except UnicodeDecodeError as error:
         raise click.UsageError(
             f"standard input is not {error.encoding} text, by its byte {error.start}"

@@ -78,15 +78,18 @@ def test_raw_text_from_standard_input(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (None, "standard input is empty; give a PROMPT"),
         (b" \n", "standard input is empty; give a PROMPT"),
         (b"caf\xe9", "standard input is not utf-8 text, by its byte 3"),
     ],
-    ids=["empty", "latin-1"],
+    ids=["closed", "empty", "latin-1"],
 )
 def test_standard_input_without_a_prompt_is_a_mistake(
-    content: bytes, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    content: bytes | None, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stdin = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors="surrogateescape")
+    stdin = None
+    if content is not None:
+        stdin = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors="surrogateescape")
     monkeypatch.setattr(sys, "stdin", stdin)
     assert main(["run"]) == 2
     assert message in capsys.readouterr().err
