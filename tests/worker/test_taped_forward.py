@@ -49,8 +49,8 @@ FAMILIES = (
 )
 DTYPES = ("float32", "bfloat16", "float16")
 ONE_OF_EACH = [*zip(FAMILIES, itertools.cycle(DTYPES), strict=False)]
-UNTAPED = {"nemotronh"}
-"""Experts without a gate are called one by one, as many as were chosen."""
+UNTAPED = {"nemotronh", "gemma4-experts"}
+"""Experts without a gate, or whose activation no kernel has, are called one by one, as many as were chosen."""
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES} - UNTAPED)
 ROOM = 1 << 12
 
