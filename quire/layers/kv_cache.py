@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.cpu.arena import prefer_huge_pages
+from quire.kernels.cpu.arena import huge_page_blocks
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec
 
 
@@ -67,11 +67,9 @@ def allocate_kv_cache(kv_config: KVCacheConfig, device: torch.device) -> tuple[T
     because blocks are scattered over them.
     """
     shapes = [(kv_config.num_blocks, block_bytes) for block_bytes in kv_config.tensor_block_bytes]
-    tensors = tuple(torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes)
     if device.type == "cpu":
-        for tensor in tensors:
-            prefer_huge_pages(tensor)
-    return tensors
+        return tuple(huge_page_blocks(*shape) for shape in shapes)
+    return tuple(torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes)
 
 
 def bind_kv_cache(model: nn.Module, kv_config: KVCacheConfig, tensors: Sequence[Tensor]) -> None:

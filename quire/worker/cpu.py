@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
-from quire.kernels.cpu.arena import Arena
+from quire.kernels.cpu.arena import Arena, huge_page_blocks
 from quire.kernels.cpu.calls import lending
 from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.cpu.sized_graph import UnrecordedOps
@@ -83,7 +83,7 @@ class CpuTransfers:
 
     def host_memory(self, shape: tuple[int, ...]) -> Tensor:
         """Return uninitialized memory; untouched pages cost none."""
-        return torch.empty(shape, dtype=torch.uint8)
+        return huge_page_blocks(*shape)
 
     def copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
         copy_on_host(sources, targets, moves)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.arena import HUGE_PAGE, huge_page_memory, prefer_huge_pages
+from quire.kernels.cpu.arena import HUGE_PAGE, huge_page_blocks, huge_page_memory, prefer_huge_pages
 
 SMAPS = Path("/proc/self/smaps")
 
@@ -52,3 +52,13 @@ def test_a_matrix_that_holds_a_page_begins_with_one(dtype: torch.dtype) -> None:
         assert memory.nbytes < HUGE_PAGE or memory.data_ptr() % HUGE_PAGE == 0
         memory.fill_(1)
         assert (memory == 1).all()
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="Linux tells what memory is")
+def test_first_block_of_a_cache_is_on_a_huge_page() -> None:
+    blocks = huge_page_blocks(3000, 8192)
+    assert (blocks.shape, blocks.dtype, blocks.is_contiguous()) == ((3000, 8192), torch.uint8, True)
+    assert blocks.data_ptr() % HUGE_PAGE == 0
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in advice(blocks.data_ptr())
+    assert huge_page_blocks(0, 8192).shape == (0, 8192)

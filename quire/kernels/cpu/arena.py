@@ -44,6 +44,16 @@ def huge_page_memory(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     return memory[start : start + num_bytes].view(dtype).view(shape)
 
 
+def huge_page_blocks(num_blocks: int, block_bytes: int) -> Tensor:
+    """Return uninitialized uint8 [num_blocks, block_bytes] on huge pages from the first byte on.
+
+    Blocks are filled from the first one on, so a small cache would otherwise lie on small pages before the first huge one.
+    """
+    memory = huge_page_memory(torch.empty(0), num_blocks, block_bytes, dtype=torch.uint8)
+    prefer_huge_pages(memory)
+    return memory
+
+
 def on_huge_pages(tensor: Tensor) -> Tensor:
     """Copy a tensor into such memory; a small tensor is returned unchanged."""
     if tensor.nbytes < HUGE_PAGE:
