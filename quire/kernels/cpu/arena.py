@@ -47,7 +47,7 @@ def huge_page_memory(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
 def huge_page_blocks(num_blocks: int, block_bytes: int) -> Tensor:
     """Return uninitialized uint8 [num_blocks, block_bytes] on huge pages from the first byte on.
 
-    Blocks are filled from the first one on, so a small cache would otherwise lie on small pages before the first huge one.
+    Blocks are filled from the first one on, and would first be on small pages, before the first huge one.
     """
     memory = huge_page_memory(torch.empty(0), num_blocks, block_bytes, dtype=torch.uint8)
     prefer_huge_pages(memory)
