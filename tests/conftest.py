@@ -57,9 +57,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """Exempt the objects that exist after collection from garbage collections, such as each sleep of an engine runs."""
+    """Exempt the objects that exist after collection from garbage collections, such as each sleep of an engine runs.
+
+    Automatic ones are rarer than by default: they took a fifth of the processor time of all tests.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_unconfigure() -> None:
