@@ -59,7 +59,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_collection_finish() -> None:
     """Exempt the objects that exist after collection from garbage collections, such as each sleep of an engine runs.
 
-    Automatic ones are rarer than by default: they took a fifth of the processor time of all tests.
+    Automatic ones are rarer than by default, as they took up to a tenth of the processor time.
     """
     gc.collect()
     gc.freeze()
