@@ -349,7 +349,18 @@ class TokenRowsArch:
 
     vocab: int  # Tokens with a row; others have that of token 0.
     size: int
-    media_token: int = 0  # Token whose row embeddings of media have.
+    media_token: int | None = 0  # Token whose row embeddings of media have; None: that of their placeholder.
+
+
+@dataclass(frozen=True)
+class TokenTableArch:
+    """Table of some tokens in place of their rows of the vocabulary's; a norm and a linear layer follow (Gemma 3n)."""
+
+    module: str  # Its name in the decoder.
+    first: int  # The first of its tokens.
+    count: int
+    size: int
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -582,6 +593,7 @@ class ModelArch:
     token_rows: TokenRowsArch | None = None
     keys_as_values: bool = False  # Layers without a window project keys only, and norm them apart as values.
     full_layers_causal: bool = False  # Layers without a window never attend ahead, not even within an image.
+    token_tables: tuple[TokenTableArch, ...] = ()
 
     @property
     def media_size(self) -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 3n's text model (Google, 2025): a Gemma 3 with several residual streams, of which layers compute one.
 
+Inside the whole model the tokens of images and sounds, such as those around a sound, have tables of their own.
 Shapes: T tokens of the step, H hidden size, N streams, L layers, P size of a token's row for each layer.
 """
 
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.config.arch import AlternatingArch
+from quire.config.arch import AlternatingArch, TokenTableArch
 from quire.layers.altup import AltUp
 from quire.layers.attention import Attention
-from quire.layers.base import Module
+from quire.layers.base import Module, activation_dtype, model_dtype
+from quire.layers.embedding import VocabEmbedding
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import block_norm
+from quire.layers.norm import RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.step import StepContext
 from quire.models.decoder import DecoderForCausalLM
@@ -73,19 +75,63 @@ class Gemma3nBlock(SharedKVBlock):
         return torch.cat((streams[:1], streams[1:] + added))
 
 
+class TokenTable(Module):
+    """Embeddings of the tokens of one kind of media: rows of a table, normed, projected and normed again."""
+
+    def __init__(self, *, config: EngineConfig, own: TokenTableArch, prefix: str) -> None:
+        super().__init__()
+        hidden, dtype = config.arch.hidden_size, activation_dtype(config)
+        self.first, self.count = own.first, own.count
+        self.embedding = VocabEmbedding(
+            vocab_size=own.count,
+            size=own.size,
+            dtype=model_dtype(config),
+            out_dtype=dtype,
+            name=f"{prefix}.embedding",
+        )
+        self.hard_embedding_norm = RMSNorm(
+            size=own.size, eps=own.eps, dtype=dtype, name=f"{prefix}.hard_embedding_norm"
+        )
+        self.embedding_projection = linear(config, f"{prefix}.embedding_projection", own.size, hidden)
+        self.embedding_post_projection_norm = RMSNorm(
+            size=hidden,
+            eps=own.eps,
+            dtype=dtype,
+            has_weight=False,
+            name=f"{prefix}.embedding_post_projection_norm",
+        )
+
+    def forward(self, ids: Tensor, x: Tensor, step: StepContext) -> Tensor:
+        """Ids [T] and embeddings x [T, H] -> x with the table's tokens in their place."""
+        places = ids - self.first
+        is_own = (places >= 0) & (places < self.count)
+        rows = self.embedding(torch.where(is_own, places, 0), step.adapter_rows)
+        projected = self.embedding_projection(self.hard_embedding_norm(rows), step)
+        return torch.where(is_own[:, None], self.embedding_post_projection_norm(projected), x)
+
+
 class Gemma3nDecoder(SharedKVStack):
     """Embeddings, expanded to streams, layers, and the streams' mean, normed.
 
     A stage passes on each token's streams and its per-layer rows for later layers.
     """
 
-    entering = ("embed_tokens", "token_rows", "altup_projections")
+    entering = ("embed_tokens", "token_tables", "token_rows", "altup_projections")
     leaving = ("altup_unembed_projections", "norm")
+    takes_media = True
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__(config=config, prefix=prefix)
         own = _own(config)
         self.num_streams = own.streams
+        self.token_tables = nn.ModuleDict(
+            {
+                table.module: TokenTable(
+                    config=config, own=table, prefix=f"{prefix}.token_tables.{table.module}"
+                )
+                for table in config.arch.token_tables
+            }
+        )
         self.token_rows = PerLayerEmbedding(config=config, prefix=f"{prefix}.token_rows")
         self.token_size = self.token_rows.size
         self.altup_projections = self._projections(config, f"{prefix}.altup_projections", own.streams)
@@ -121,7 +167,12 @@ class Gemma3nDecoder(SharedKVStack):
 
     def _embedded(self, inputs: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         """Return streams [N, T, H] and per-layer token rows [T, L, P]."""
-        x = self.embed_tokens(inputs, step.adapter_rows)
+        x: Tensor = self.embed_tokens(inputs, step.adapter_rows)
+        if not inputs.is_floating_point():
+            for table in self.token_tables.values():
+                x = table(inputs, x, step)
+        if step.media is not None:
+            x = x.index_copy(0, step.media.rows, step.media.values.to(x.dtype))
         rows_by_layer = self.token_rows(inputs, x, step)
         made = [_as_strong(project(x, step), x) for project in self.altup_projections]
         return torch.stack((x, *made)), rows_by_layer

@@ -83,7 +83,7 @@ class PerLayerEmbedding(Module):
         if inputs.is_floating_point():
             return rows
         known = torch.where(inputs < self.vocab_size, inputs, 0)
-        if step.media is not None:
+        if step.media is not None and self.media_token is not None:
             known = known.index_fill(0, step.media.rows, self.media_token)
         own = self.embed_tokens_per_layer(known, step.adapter_rows)
         return (rows + own.view(rows.shape)) * math.sqrt(0.5)

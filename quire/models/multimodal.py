@@ -92,6 +92,8 @@ class Wrapper:
     """See `Multimodal.infix`."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """See `Multimodal.adapters`."""
+    shared: tuple[str, ...] = ()
+    """Keys of other parts' configs that the reader of the language model reads as well."""
 
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
@@ -142,6 +144,7 @@ def _translator(architecture: str, models: str, length: str | int = "max_positio
 
 
 _HEARING = ("audio_tower", "multi_modal_projector")
+_GEMMA_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
 _PHI4_ADAPTERS = {"image": "vision-lora"}
 _LLAVA_NEXT = ("vision_tower", "multi_modal_projector", "image_newline")
 
@@ -162,12 +165,14 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(
             "Gemma3nForConditionalGeneration",
             "Gemma 3n E2B and E4B",
-            ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
+            _GEMMA_PARTS,
+            _INSIDE | {f"{name}.": f"model.{name}." for name in ("embed_vision", "embed_audio")},
+            shared=("vision_config", "audio_config"),
         ),
         Wrapper(
             "Gemma4ForConditionalGeneration",
             "Gemma 4 E2B, E4B, 26B-A4B and 31B",
-            ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
+            _GEMMA_PARTS,
         ),
         Wrapper("Idefics3ForConditionalGeneration", "Idefics 3 8B", ("vision_model", "connector")),
         Wrapper("InternVLForConditionalGeneration", "InternVL 3 and 3.5 in the form of transformers"),
@@ -269,7 +274,7 @@ def language_model_of(
     others = "|".join(wrapper.others)
     unused = (rf"^(model\.)*({others})(\.|$)",)
     eyes = config.child("vision_config")
-    alone = alone.with_values(**wrapper.beside)
+    alone = alone.with_values(**wrapper.beside, **{key: config.get(key) for key in wrapper.shared})
     length = _encoder_length(config, text, wrapper)
     if wrapper.reads_images:
         alone = alone.with_values(max_source_positions=length)

@@ -59,7 +59,7 @@ from quire.layers.vectors import OutBias
 from quire.models.blocks import BLOCKS
 from quire.models.decoder import Decoder, DecoderForCausalLM
 from quire.models.encoder import ClassifierHead, EncoderModel, EncoderStack
-from quire.models.gemma3n import Gemma3nBlock, Gemma3nDecoder, Gemma3nForCausalLM, Laurel
+from quire.models.gemma3n import Gemma3nBlock, Gemma3nDecoder, Gemma3nForCausalLM, Laurel, TokenTable
 from quire.models.gemma4 import (
     ExpertsBesideMLP,
     Gemma4Block,
@@ -131,7 +131,7 @@ _WITH_STATES = frozenset(
 )
 _LATENT = frozenset({LatentSelfAttention, LatentAttention, PerHeadLinear})
 _OPT = frozenset({OPTForCausalLM, OPTModel, OPTDecoder, OPTDecoderLayer, NoProjection, nn.Identity})
-_GEMMA3N = frozenset({Gemma3nForCausalLM, Gemma3nDecoder, Gemma3nBlock, Laurel})
+_GEMMA3N = frozenset({Gemma3nForCausalLM, Gemma3nDecoder, Gemma3nBlock, Laurel, TokenTable})
 _GEMMA4 = frozenset({Gemma4ForCausalLM, Gemma4Decoder, Gemma4Block, Multipliers})
 _GEMMAS = _GEMMA3N | _GEMMA4 | {PerLayerEmbedding, TokenRowGate}
 _ZAMBA2 = frozenset(

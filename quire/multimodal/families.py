@@ -58,10 +58,16 @@ FAMILIES: dict[str, Family] = {
         f"{_TOWERS}.vit:Gemma3Tower",
         images="one run of fixed length, seen both ways",
     ),
+    "Gemma3nForConditionalGeneration": Family(
+        f"{_PROCESSORS}.usm:Gemma3nProcessor",
+        f"{_TOWERS}.gemma3n:Gemma3nTower",
+        sounds="one run of 188 tokens between markers, at most 30 s",
+    ),
     "Gemma4ForConditionalGeneration": Family(
         f"{_PROCESSORS}.gemma4:Gemma4Processor",
         f"{_TOWERS}.gemma4:Gemma4Tower",
         images="one run of up to 70 to 1120 tokens, as asked, between markers",
+        sounds="one run of 25 tokens a second between markers, at most 30 s (E2B, E4B)",
     ),
     "Idefics3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.idefics3:Idefics3Processor", f"{_TOWERS}.vit:Idefics3Tower", images=_TILES

@@ -17,10 +17,22 @@ from quire.multimodal.processors.base import Processor, make_processor
 from quire.multimodal.processors.sound import FEATURES, SoundProcessor
 from quire.multimodal.towers.base import Tower
 from quire.multimodal.towers.load import load_tower
-from tests.fixtures.hearing_models import HEARING, Samples, make_hearing, sound, write_files
+from tests.fixtures.hearing_models import (
+    HEARING,
+    SOUND_TOKEN,
+    Samples,
+    make_hearing,
+    sound,
+    write_files,
+)
 from tests.models.harness import prepared_config
 
-LENGTHS = (321, 400, 801, 5_000, 7_999, 15_840, 16_000)
+LENGTHS = {
+    "gemma3n": (513, 640, 1_700, 9_000, 30_720),
+    "gemma4": (161, 641, 5_000, 16_000, 31_999),
+    "qwen2-audio": (321, 400, 801, 5_000, 7_999, 15_840, 16_000),
+    "voxtral": (1, 5_000, 16_000, 16_001, 40_000),
+}
 
 
 def processor_of(name: str, path: Path) -> Processor:
@@ -52,7 +64,7 @@ def features_of(name: str, model: Any, samples: Samples) -> torch.Tensor:
     hook = model.model.language_model.register_forward_pre_hook(
         lambda _, __, named: caught.append(named["inputs_embeds"]), with_kwargs=True
     )
-    ids = torch.tensor([[3, *HEARING[name].tokens(len(samples)), 4]])
+    ids = torch.tensor([[3, *[SOUND_TOKEN] * HEARING[name].count(len(samples)), 4]])
     model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)
     hook.remove()
     return caught[0][0, 1:-1]
@@ -69,8 +81,7 @@ def computed(tower: Tower, processor: SoundProcessor, samples: Samples) -> torch
 def test_embeddings_equal_those_of_transformers(family: tuple[str, Any, Path]) -> None:
     name, model, path = family
     tower, processor = load_tower(prepared_config(path)), sounds_of(name, path)
-    lengths = LENGTHS if name == "qwen2-audio" else (1, 5_000, 16_000, 16_001, 40_000)
-    for seed, length in enumerate(lengths):
+    for seed, length in enumerate(LENGTHS[name]):
         samples = sound(length, seed)
         got, want = computed(tower, processor, samples), features_of(name, model, samples)
         assert len(got) == HEARING[name].count(length)
@@ -78,7 +89,7 @@ def test_embeddings_equal_those_of_transformers(family: tuple[str, Any, Path]) -
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
 
 
-@pytest.mark.parametrize("name", HEARING)
+@pytest.mark.parametrize("name", ["qwen2-audio", "voxtral"])
 @settings(max_examples=25, deadline=None)
 @given(length=st.integers(321, 16_000), seed=st.integers(0, 3))
 def test_spectrograms_and_counts_are_transformers(

@@ -14,10 +14,21 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.errors import ValidationError
-from tests.fixtures.hearing_models import BEGIN, HEARING, RATE, SOUND_TOKEN, Samples, make_hearing, sound
+from tests.fixtures.hearing_models import (
+    BEGIN,
+    HEARING,
+    IMAGE_TOKEN,
+    RATE,
+    SOUND_TOKEN,
+    VIDEO_TOKEN,
+    Samples,
+    make_hearing,
+    sound,
+)
+from tests.fixtures.quick import quick
 
 NUM_TOKENS = 5
-NEVER = {BEGIN: -100.0, SOUND_TOKEN: -100.0}
+NEVER = dict.fromkeys((BEGIN, SOUND_TOKEN, IMAGE_TOKEN, VIDEO_TOKEN), -100.0)
 PARAMS = SamplingParams(
     max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=1, logit_bias=NEVER
 )
@@ -36,7 +47,7 @@ def opened(path: Path, **options: Any) -> LLM:
     return LLM(str(path), device="cpu", dtype="float32", max_model_len=256, max_num_seqs=6, **options)
 
 
-@pytest.fixture(name="made", scope="module", params=list(HEARING))
+@pytest.fixture(name="made", scope="module", params=quick(HEARING, ("qwen2-audio", "voxtral")))
 def _made(request: Any, tmp_path_factory: Any) -> Iterator[Made]:
     path = tmp_path_factory.mktemp(request.param)
     model = make_hearing(request.param, path)

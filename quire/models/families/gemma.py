@@ -25,6 +25,7 @@ from quire.config.arch import (
     RopeScaling,
     Routing,
     TokenRowsArch,
+    TokenTableArch,
 )
 from quire.models.families.fields import (
     GATED_ACTIVATIONS,
@@ -192,7 +193,9 @@ def read_gemma3n(architecture: str, config: JsonObject) -> ModelArch:
         _with_one_size(config, num_layers),
         period=_PERIOD,
         window=_WINDOW,
-        names=CheckpointNames(dict.fromkeys(_ROWS, ""), unused=tuple(_unused_of(layer) for layer in shared)),
+        names=CheckpointNames(
+            dict.fromkeys((*_ROWS, "token_tables"), ""), unused=tuple(_unused_of(layer) for layer in shared)
+        ),
         norm_offset=0.0,
         attention_scale=1.0,
         v_norm=True,
@@ -201,13 +204,38 @@ def read_gemma3n(architecture: str, config: JsonObject) -> ModelArch:
         token_rows=TokenRowsArch(
             vocab=config.integer("vocab_size_per_layer_input", 262144, high=MAX_VOCAB),
             size=config.integer("hidden_size_per_layer_input", 256, high=MAX_WIDTH),
+            media_token=None,
         ),
+        token_tables=_token_tables(config),
         alternating=AlternatingArch(
             streams=config.integer("altup_num_inputs", 4, low=2, high=64),
             laurel_rank=config.integer("laurel_rank", 64, high=MAX_WIDTH),
             sparsity=_sparsity(config, num_layers),
         ),
     )
+
+
+_TABLES = {"vision": (262144, 2048), "audio": (262272, 1536)}
+"""Kind of media -> first token and size of its table, where the part's config lacks them."""
+_TABLE_TOKENS = 128
+
+
+def _token_tables(config: JsonObject) -> tuple[TokenTableArch, ...]:
+    """Return the tables of the model's other parts, which stand beside the language model's keys."""
+    found = []
+    for kind, (first, size) in _TABLES.items():
+        if f"{kind}_config" not in config:
+            continue
+        part = config.child(f"{kind}_config")
+        table = TokenTableArch(
+            f"embed_{kind}",
+            part.integer("vocab_offset", first, high=MAX_VOCAB),
+            part.integer("vocab_size", _TABLE_TOKENS, high=MAX_VOCAB),
+            part.integer("hidden_size", size, high=MAX_WIDTH),
+            part.number("rms_norm_eps", 1e-6),
+        )
+        found.append(table)
+    return tuple(found)
 
 
 def _with_one_size(config: JsonObject, num_layers: int) -> JsonObject:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 4: images of any proportions, as large as a number of embeddings allows.
+"""Gemma 4: images of any proportions, as large as a number of embeddings allows, and sounds.
 
-Sides are rounded down to multiples of a square of patches, whose average is an embedding.
+Sides are rounded down to multiples of a square of patches, whose average is an embedding. Sounds are in `usm.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from quire.multimodal.processors.pixels import (
     size_of,
     table_of,
 )
+from quire.multimodal.processors.usm import Gemma4Sounds
 
 VALUES, PLACES = "pixel_values", "image_position_ids"
 SHAPE = "shape"  # Name of an array: int64 [2], side of a patch, and most patches.
@@ -72,7 +73,11 @@ class Gemma4Processor(Processor):
 
     @classmethod
     def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        return cls(ProcessorFiles(model_dir, options))
+        files = ProcessorFiles(model_dir, options)
+        processor = cls(files)
+        if "audio_config" in files.config:
+            processor.sounds = Gemma4Sounds(model_dir)
+        return processor
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():
@@ -88,7 +93,12 @@ class Gemma4Processor(Processor):
 
     @staticmethod
     def floats(arrays: Mapping[str, NDArray[Any]]) -> Arrays:
-        """Return patches [1, n', p * p * 3] and their columns and rows [1, n', 2], filled up with 0 and -1."""
+        """Return patches [1, n', p * p * 3] and their columns and rows [1, n', 2], filled up with 0 and -1.
+
+        A sound's spectrogram is returned as it is.
+        """
+        if PIXELS not in arrays:
+            return dict(arrays)
         pixels, table, (side, most) = arrays[PIXELS], arrays[TABLE], arrays[SHAPE]
         floats = np.empty(pixels.shape, np.float32)
         for channel in range(3):

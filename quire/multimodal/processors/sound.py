@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processors of sounds: samples in, a log-mel spectrogram and the layout of its placeholders out.
 
-Invariant: spectrograms have the bits of transformers' WhisperFeatureExtractor, placeholders the numbers of its
-processors. A sound that is longer than a model takes is an error; transformers drops the rest of it.
+Invariant: spectrograms have the bits of transformers' extractors, here of WhisperFeatureExtractor, placeholders the
+numbers of its processors. A sound that is longer than a model takes is an error; transformers drops the rest of it.
 """
 
 from __future__ import annotations
@@ -65,15 +65,34 @@ class SoundProcessor(abc.ABC):
         longest_s: seconds of the longest sound.
     """
 
-    usual_token: str
     OPTIONS: frozenset[str] = frozenset()
     """Options that a request may set."""
+    marker: str
+    placeholder: str
     literals: tuple[str, ...]
     longest_s: float
 
+    @abc.abstractmethod
+    def __init__(self, model_dir: Path) -> None:
+        """Read the checkpoint's files; raises StartupError if one is missing or has what is not supported."""
+
+    @abc.abstractmethod
+    def prepare(self, samples: Samples) -> Prepared:
+        """Process mono samples at 16 kHz, of at most `longest_s` seconds.
+
+        Raises:
+            ValidationError: the sound is not possible for this model.
+        """
+
+
+class WindowedSounds(SoundProcessor):
+    """Base of processors for Whisper's encoder, which takes windows of one length."""
+
+    usual_token: str
+
     def __init__(self, model_dir: Path) -> None:
         config = read_json_object(model_dir / "config.json")
-        encoder, extractor = encoder_options(config), _extractor(model_dir)
+        encoder, extractor = encoder_options(config), extractor_options(model_dir)
         self._bins = extractor.integer("feature_size", 80)
         self._window_s = extractor.integer("chunk_length", 30, high=600)
         self._num_frames = self._window_s * RATE // HOP
@@ -96,25 +115,17 @@ class SoundProcessor(abc.ABC):
     def build(self, encoder: JsonObject) -> None:
         """Set `literals` and `longest_s`."""
 
-    @abc.abstractmethod
-    def prepare(self, samples: Samples) -> Prepared:
-        """Process mono samples at 16 kHz, of at most `longest_s` seconds.
-
-        Raises:
-            ValidationError: the sound is not possible for this model.
-        """
-
     def _prepared(self, arrays: Arrays, pieces: tuple[tuple[str, int], ...]) -> Prepared:
         return Prepared(arrays, self.placeholder, (Placeholders(pieces),))
 
 
-def _extractor(model_dir: Path) -> JsonObject:
+def extractor_options(model_dir: Path) -> JsonObject:
     """Return the options of the feature extractor. Raises ModelLoadError if no file has them."""
     processor = optional_json_object(model_dir / PROCESSOR_FILE)
     return processor.child(EXTRACTOR) if EXTRACTOR in processor else read_json_object(model_dir / IMAGE_FILE)
 
 
-class Qwen2AudioSounds(SoundProcessor):
+class Qwen2AudioSounds(WindowedSounds):
     """One window at most, of which a shorter sound takes its share of embeddings."""
 
     usual_token = "<|AUDIO|>"
@@ -136,7 +147,7 @@ class Qwen2AudioSounds(SoundProcessor):
         return self._prepared({FEATURES: own, FRAMES: frames}, ((self.placeholder, count),))
 
 
-class VoxtralSounds(SoundProcessor):
+class VoxtralSounds(WindowedSounds):
     """As many windows as the sound needs, the last one filled with silence."""
 
     usual_token = "[AUDIO]"

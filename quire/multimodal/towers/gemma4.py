@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 4's tower (Google, 2026): patches with rows of two tables and 2-D rotary positions, averaged by squares.
 
+Its smaller models have an encoder of sounds as well (`usm.py`).
 Shapes: n patches of an image, C channels, h heads of size D, m embeddings, H hidden size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +27,8 @@ from quire.layers.slot import Slot, TensorPart
 from quire.models.families.fields import GATED_ACTIVATIONS
 from quire.models.json_object import JsonObject
 from quire.multimodal.processors.gemma4 import PLACES, VALUES
+from quire.multimodal.processors.sound import FEATURES
+from quire.multimodal.processors.usm import CHANNELS_KEY, channels_of
 from quire.multimodal.towers.base import (
     NO_STEP,
     Arrays,
@@ -32,14 +36,23 @@ from quire.multimodal.towers.base import (
     PatchLinear,
     Slices,
     Tower,
+    activation_of,
     in_slices,
     merged_squares,
     sequences,
 )
 from quire.multimodal.towers.block import BlockShape, SlicedBlock
+from quire.multimodal.towers.usm import (
+    ChannelNorm,
+    ConformerShape,
+    Convolution,
+    PartNames,
+    UsmEncoder,
+    sizes_of,
+)
 from quire.worker.media_rows import Embeddings
 
-_AT = "vision_tower"
+_AT, _EARS_AT = "vision_tower", "audio_tower"
 _NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
 
@@ -246,14 +259,100 @@ class Projected(Module):
         return out
 
 
-class Gemma4Tower(Tower):
-    """Tower of Gemma 4's images."""
+_EAR_NAMES = PartNames(
+    first="feed_forward1",
+    last="feed_forward2",
+    attention="self_attn",
+    relative="self_attn.relative_k_proj",
+    post="self_attn.post",
+    norm_before="norm_pre_attn",
+    norm_after="norm_post_attn",
+    norm="norm_out",
+)
 
-    parts = (f"{_AT}.", "embed_vision.")
+
+def _reach(ears: JsonObject) -> int:
+    """Return the rows to which a row attends.
+
+    Raises:
+        UnsupportedModelError: the distance of a row to itself is not 0, which another size of a chunk would cause.
+    """
+    ears.only("attention_context_right", 0)
+    reach = ears.integer("attention_context_left", 13, low=2) - 1
+    if ears.integer("attention_chunk_size", 12) != reach:
+        raise ears.unsupported("attention_chunk_size", f"{reach}, one less than attention_context_left")
+    return reach
+
+
+class Gemma4Ears(Module):
+    """Encoder of sounds and two matrices behind it."""
+
+    def __init__(self, tower: Tower, ears: JsonObject) -> None:
+        super().__init__()
+        self.tower = (tower,)  # in a tuple, so that nn.Module does not register it
+        channels, heads = sizes_of(ears, 1024, "num_attention_heads")
+        eps, bounded = ears.number("rms_norm_eps", 1e-6), ears.flag("use_clipped_linears", True)
+
+        def make(inputs: int, outputs: int, name: str) -> BoundedLinear:
+            return BoundedLinear(tower, inputs, outputs, bounded, name)
+
+        shape = ConformerShape(
+            channels=channels,
+            heads=heads,
+            taps=ears.integer("conv_kernel_size", 5),
+            reach=_reach(ears),
+            cap=ears.number("attention_logit_cap", 50.0, low=1e-6),
+            limit=ears.number("gradient_clipping", 1e10),
+            residual_weight=ears.number("residual_weight", 0.5),
+            eps=eps,
+            key_scale=math.log(1 + math.e) / math.log(2),
+            activate=activation_of(ears, "hidden_act", "silu"),
+            make=make,
+            names=_EAR_NAMES,
+        )
+        at = f"{_EARS_AT}.subsample_conv_projection"
+        first, second = channels_of(ears, CHANNELS_KEY)
+        convolutions = [
+            Convolution(
+                tower,
+                sizes,
+                ChannelNorm(tower, sizes[1], eps, f"{at}.layer{number}.norm"),
+                f"{at}.layer{number}",
+                before=1,
+            )
+            for number, sizes in enumerate(((1, first), (first, second)))
+        ]
+        blocks = [f"{_EARS_AT}.layers.{number}" for number in range(ears.integer("num_hidden_layers", 12))]
+        bands = first // 4 * 4
+        self.encoder = UsmEncoder(tower, shape, convolutions, bands, blocks, f"{at}.input_proj_linear")
+        size = ears.integer("output_proj_dims", 1536)
+        self.out = tower.linear(channels, size, True, f"{_EARS_AT}.output_proj")
+        self.projection = Projected(tower, size, eps, "embed_audio")
+
+    def slices(self, arrays: Arrays) -> Slices:
+        """Compute [m, H] from a spectrogram [1, F, B]."""
+        (tower,) = self.tower
+        rows = yield from self.encoder.slices(self.encoder.features(tower, arrays))
+        return Embeddings(self.projection(self.out(rows, NO_STEP)))
+
+
+class Gemma4Tower(Tower):
+    """Tower of Gemma 4's images, and of its sounds if the model takes some."""
+
+    parts: tuple[str, ...] = (f"{_AT}.", "embed_vision.")
 
     def __init__(self, *, config: EngineConfig, whole: JsonObject) -> None:
         super().__init__(config=config)
         self.vision = Gemma4Vision(self, whole.child("vision_config"))
+        self.ears: Gemma4Ears | None = None
+        if "audio_config" in whole:
+            self.ears = Gemma4Ears(self, whole.child("audio_config"))
+            self.parts = (*self.parts, f"{_EARS_AT}.", "embed_audio.")
 
     def slices(self, arrays: Arrays) -> Slices:
-        return self.vision.slices(arrays)
+        """Compute [m, H] from the arrays of an image or a sound."""
+        if FEATURES not in arrays:
+            return self.vision.slices(arrays)
+        if self.ears is None:
+            raise ValidationError("the model has no encoder of sounds")
+        return self.ears.slices(arrays)

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.media import MediaItem
 from quire.multimodal.processors.base import make_processor
 from quire.worker.worker import Worker
-from tests.fixtures.hearing_models import BEGIN, HEARING, Hearing, Samples, make_hearing, sound
+from tests.fixtures.hearing_models import BEGIN, END, HEARING, Hearing, Samples, make_hearing, sound
 from tests.multimodal.worker.driver import MediaDriver, Shown, seeing_worker, write_item
 from tests.multimodal.worker.test_families import GREEDY, NUM_TOKENS, SPECIAL, bits_of, run
 
@@ -54,7 +54,8 @@ def prompt_of(case: Case, kind: str) -> Shown:
         found.token_ids += family.tokens(len(part))
         digest, file = write_item(processor.sounds.prepare(part).arrays, path)
         first, end = start + (found.token_ids[start] == BEGIN), len(found.token_ids)
-        found.media.append(MediaItem(digest, "audio", start, end, [(first, end)], file))
+        last = end - (found.token_ids[-1] == END)
+        found.media.append(MediaItem(digest, "audio", start, end, [(first, last)], file))
     return found
 
 
