@@ -6,7 +6,7 @@
 `--tools` has llama.cpp's `llama-server` and `llama-quantize`. The files, made once in the folder, have random weights:
 a language model of half a billion parameters (`benchmarks/models/dummy-0.5b`), and LLaVA 1.5's CLIP-L encoder for
 336 x 336 pixels in half precision. Both servers stay up; who waits uses no processor. Prints, of new images each time,
-the median seconds of one request's first token and of eight requests with 32 tokens at once, and llama.cpp's over quire's.
+the median seconds of one request's first token and of eight requests with 32 tokens at once, with the ratio.
 """
 
 from __future__ import annotations
