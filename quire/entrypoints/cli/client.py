@@ -12,7 +12,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +23,12 @@ from quire.version import __version__
 
 LINE_LIMIT = 2**22  # Longest header or event line in bytes; events with logprobs of many tokens are long.
 Event = dict[str, Any]
+
+
+def enable_line_editing() -> None:
+    """Give `input` a history and the editing of lines, where this Python has readline."""
+    with suppress(ImportError):
+        import readline  # noqa: F401
 
 
 class AnswerPrinter:

@@ -8,7 +8,6 @@ function becomes the text of a result, which the model reads.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import importlib
 import importlib.util
@@ -28,6 +27,7 @@ from typing import Any, Literal
 import click
 
 from quire.config import BUNDLED_MODELS, DEMO_VISION
+from quire.entrypoints.cli.client import enable_line_editing
 from quire.entrypoints.cli.options import (
     EngineCommand,
     HumanInt,
@@ -35,7 +35,14 @@ from quire.entrypoints.cli.options import (
     engine_config,
     structured_outputs,
 )
-from quire.entrypoints.cli.run_chat import AnswerPrinting, Asked, ChatSession, MediaFile, user_message
+from quire.entrypoints.cli.run_chat import (
+    MEDIA_KINDS,
+    AnswerPrinting,
+    Asked,
+    ChatSession,
+    MediaFile,
+    user_message,
+)
 from quire.errors import ConfigError, ValidationError
 from quire.torch_import import hastened_import
 
@@ -49,7 +56,6 @@ Schema = dict[str, Any]
 Function = Callable[..., Any]
 DENIED = "The user does not want this to be run."
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos")
-MEDIA_KINDS = ("image", "video", "audio")
 PROMPT_TOKENS, CHAT_TOKENS = 256, 2048  # Most tokens of an answer, unless given.
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 
@@ -379,7 +385,6 @@ def _chat(
 ) -> None:
     if not printing.has_chat:
         raise ValidationError("the model has no chat template; give a PROMPT to continue")
-    with contextlib.suppress(ImportError):  # without it, lines have no history and no editing
-        import readline  # noqa: F401
+    enable_line_editing()
     click.echo("Type a message; /help lists the commands, Ctrl-D ends.", err=True)
     ChatSession(printing, system_prompt, given, files).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +100,7 @@ def test_commands_set_clear_and_help(chat: ChatSession, llm: LLM, capsys: pytest
         ("/unset top_p", "'top_p' is not set"),
         ("/clera", "no command '/clera'; did you mean '/clear'?"),
         ("/helpp", "no command '/helpp'; did you mean '/help'?"),
+        ("/image none.png", "/image needs the path of a file, got 'none.png'"),
         ("word " * 2000, "maximum context length is 512"),
     ],
 )
@@ -134,6 +136,54 @@ def test_interrupt_ends_the_answer_only(
     assert "Paris" not in cut
     assert captured.out == f"{cut}\n{whole}\n\n"
     assert not engine.has_unfinished_requests()
+
+
+def test_interrupt_outside_of_steps_ends_the_message_only(
+    engine: LLMEngine, chat: ChatSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, add = engine.step, engine.add_request
+
+    def interrupted(*args: Any) -> str:
+        add(*args)
+        monkeypatch.setattr(engine, "step", interrupted_again)
+        raise KeyboardInterrupt
+
+    def interrupted_again() -> list[Any]:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "add_request", interrupted)
+    chat.run(typed("Count to ten.", QUESTION))
+    captured = capsys.readouterr()
+    assert "interrupted; the message is not kept" in captured.err
+    assert [message["content"] for message in chat.messages] == [QUESTION, captured.out.strip()]
+    assert engine.step == step
+    assert not engine.has_unfinished_requests()
+
+
+class Recorded:
+    """Printing that keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def ask(self, messages: list[Any]) -> None:
+        self.asked.append(messages[-1]["content"])
+
+    def answer(self, asked: None, given: Any) -> str:
+        return "yes"
+
+
+def test_files_are_shown_with_one_message(tmp_path: Path) -> None:
+    typed_path = tmp_path / "a b.png"
+    typed_path.touch()
+    printing = Recorded()
+    session = ChatSession(printing, None, {}, [("image", "/given.png")])  # type: ignore[arg-type]
+    session.run(typed(f"/audio {typed_path}", "first", "second", "/clear", "third"))
+    first, second, third = printing.asked
+    assert [list(part.values())[1] for part in first] == ["/given.png", str(typed_path), "first"]
+    assert second == "second"
+    assert [list(part.values())[1] for part in third] == ["/given.png", "third"]
 
 
 @pytest.mark.parametrize(
