@@ -60,6 +60,7 @@ What differs:
   unless told otherwise. `transformers.AutoTokenizer` has the rest.
 - **`LLM.get_metrics`** needs `disable_log_stats=False`; **`LLM.collective_rpc`** and **`apply_model`** reach the worker
   of one rank, which is in the same process; methods of `worker_extension_cls` are called on every rank.
+- **`AsyncLLM.is_sleeping`** is a property, and `shutdown()` may be awaited or not.
 - **Drafts** of `speculative_config` never change a text, at any temperature.
 - **Unknown fields** of requests are ignored and named in the reply, or refused with `--unknown-fields reject`.
 

@@ -157,6 +157,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "m --calculate-kv-scales": {},
     "m --show-hidden-metrics-for-version 0.9": {},
     "m --collect-detailed-traces all": {},
+    "m --numa-bind": {"cpu_pin_threads": True},
+    "m --distributed-timeout-seconds 60 --ubatch-size 2 --enable-dbo --moe-backend triton": {},
+    """m --custom-histogram-buckets '{"a": [1]}' --disable-uvicorn-metrics-access-log""": {},
 }
 
 # Command line -> what the sentence names.
@@ -191,6 +194,7 @@ REFUSED = {
     "m --enable-eplb": "experts",
     "m --worker-cls a.B": "quire.devices",
     "m --hf-token abc": "HF_TOKEN",
+    "m --numa-bind-nodes 0 1": "--cpu-numa",
     "m --enable-prompt-adapter": "LoRA",
     "m --profiler-config.profiler torch": "torch_profiler_dir",
     "m --hf-overrides 3 --rope-theta 1": "--hf-overrides",
