@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
@@ -26,9 +27,12 @@ Event = dict[str, Any]
 
 
 def enable_line_editing() -> None:
-    """Give `input` a history and the editing of lines, where this Python has readline."""
-    with suppress(ImportError):
-        import readline  # noqa: F401
+    """Give `input` a history and the editing of lines on a terminal, where this Python has readline."""
+    if (
+        sys.stdin is not None and sys.stdin.isatty()
+    ):  # elsewhere readline may write a control sequence to stdout
+        with suppress(ImportError):
+            import readline  # noqa: F401
 
 
 class AnswerPrinter:
