@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from quire.vllm_names.bench_options import BENCH_OPTIONS
 from quire.vllm_names.environment import ENVIRONMENT
 from quire.vllm_names.imports import ABSENT, ALL, PRESENT
 from quire.vllm_names.members import MEMBERS
@@ -82,6 +83,8 @@ def vllm_page() -> str:
             _values(),
             "\n## Flags of the server\n\nThey have no keyword.\n\n",
             _table("flag", SERVER_OPTIONS, _as_flag),
+            "\n## Flags of quire bench\n\n",
+            _table("flag", BENCH_OPTIONS, _as_flag),
             "\n## Parameters of requests\n\n",
             *_parameters(),
             "## Environment variables\n\n",

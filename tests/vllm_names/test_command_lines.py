@@ -10,11 +10,13 @@ import click
 import pytest
 
 from quire.config import EngineConfig, ServerConfig, engine_fields
+from quire.entrypoints.cli.bench import bench
 from quire.entrypoints.cli.main import cli
 from quire.entrypoints.cli.options import engine_config, server_config
 from quire.entrypoints.cli.run import run
 from quire.entrypoints.cli.serve import serve
 from quire.errors import ConfigError
+from quire.vllm_names.bench_options import BENCH_OPTIONS
 from tests.fixtures.folded import folded
 
 
@@ -213,6 +215,40 @@ UNKNOWN = {
     "--api": None,
     "--speculative-confi.method x": None,
 }
+
+
+# Command line of `bench serve` -> options that it sets, or what the sentence names.
+BENCH: dict[str, dict[str, Any] | str] = {
+    "--backend vllm --dataset-name random --num-prompts 8 --trust-remote-code": {"num_prompts": 8},
+    "--backend=openai-chat --served-model-name m": {"endpoint": "/v1/chat/completions", "model": "m"},
+    "--tokenizer t --random-range-ratio 0.0 --burstiness 1.0 --percentile-metrics ttft,tpot": {},
+    "--dataset-name sharegpt": "random token ids",
+    "--save-result --result-dir d": "--json FILE",
+    "--goodput ttft:100": "P99",
+    "--num-promts 3": "--num-prompts",
+}
+
+
+@folded("line", BENCH)
+def test_flags_of_bench_are_read(line: str) -> None:
+    expected = BENCH[line]
+    if isinstance(expected, dict):
+        assert parsed(bench.commands["serve"], line).items() >= expected.items()
+        return
+    with pytest.raises(click.UsageError) as error:
+        parsed(bench.commands["serve"], line)
+    assert expected in error.value.format_message()
+
+
+def test_flags_of_bench_stand_beside_those_of_engines() -> None:
+    line = "--dataset-name random --num-prompts 2 --trust-remote-code --task generate"
+    assert (
+        parsed(bench.commands["throughput"], line).items() >= {"num_prompts": 2, "runner": "generate"}.items()
+    )
+    assert not {row.name for row in BENCH_OPTIONS.values()} & engine_fields().keys() - {
+        "tokenizer",
+        "served_model_name",
+    }
 
 
 @folded("line", ACCEPTED)
