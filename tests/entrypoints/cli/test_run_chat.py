@@ -223,6 +223,14 @@ def test_run_without_prompt_on_a_terminal_chats(
         (("org/model:Q4_K_M", "hello"), None, ("org/model:Q4_K_M", "hello")),
         (("x.gguf",), None, ("x.gguf", None)),
         (("is 3/4 more?",), None, (None, "is 3/4 more?")),
+        (("./none",), None, ("./none", None)),
+        (("/etc is what?",), None, (None, "/etc is what?")),
+        (("gpt2",), None, ("gpt2", None)),
+        (("llama3.2:1b",), None, ("llama3.2:1b", None)),
+        (("quire-dmo",), None, ("quire-dmo", None)),
+        (("10:30",), None, (None, "10:30")),
+        (("2+2",), None, (None, "2+2")),
+        (("a" * 9999,), None, (None, "a" * 9999)),
         ((), None, (None, None)),
         ((), "m", ("m", None)),
     ],
@@ -233,10 +241,12 @@ def test_words_are_model_and_prompt(
     assert model_and_prompt(words, flag) == expected
 
 
-def test_directory_with_a_config_names_a_model(tmp_path: Any) -> None:
-    assert not names_model(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    assert names_model(str(tmp_path))
+def test_directory_with_a_model_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, file in (("empty", "notes.txt"), ("one model", "config.json"), ("other", "model.gguf")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).touch()
+    assert [names_model(folder) for folder in ("empty", "one model", "other")] == [False, True, True]
 
 
 def test_too_many_words_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
