@@ -87,7 +87,6 @@ NASTY = [
     MANY + "{{ (long ~ 'y') is in(many) }}{{ long is eq(many) }}",
     MANY + "{{ many | unique | list }}",
     MANY + "{{ many | sort | length }}",
-    MANY + "{{ many | map('upper') | list | length }}",
     "{{ ([[0] * 250000] * 250000) | map('list') | list | length }}",
 ]
 LOOPS = [
