@@ -30,7 +30,11 @@ MACHINES ?=
 VERSION ?=
 # An index besides PyPI for torch: https://download.pytorch.org/whl/cpu has builds without CUDA, a tenth of the size.
 TORCH_INDEX ?=
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+# A build of torch for GPUs requires a version of triton of its own, which need not be the one that tests use without it.
+OWN_TRITON := from importlib.metadata import requires; print(any(r.startswith("triton") for r in requires("torch")))
+OWN_PINS := $(VENV)/.pins
+PINS    = $(if $(wildcard $(OWN_PINS)),$(OWN_PINS),constraints.txt)
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(PINS) \
           $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # The first interpreter that quire runs on and that can make environments.
@@ -75,9 +79,11 @@ $(BIN)/python:
 
 # torch comes first and alone: it is the one large download, and its version decides the others.
 $(STAMP): $(INPUTS) | $(BIN)/python
-	@echo 'installing torch (200 MB on a CPU, 3 GB with CUDA)'; $(PIP) torch
+	@grep -v '^triton=' constraints.txt > $(OWN_PINS)
+	@echo 'installing torch (200 MB on a CPU, 3 GB with CUDA)'; $(PIP:$(PINS)=$(OWN_PINS)) torch
+	@[ "$$($(BIN)/python -c '$(OWN_TRITON)')" = True ] || cp constraints.txt $(OWN_PINS)
 	@echo 'installing quire$(if $(EXTRAS), with the extras $(EXTRAS))'
-	@$(PIP) --config-settings=wheel.cmake=false --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
+	@$(PIP:$(PINS)=$(OWN_PINS)) --config-settings=wheel.cmake=false --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
 	@touch $@
 
 # The kernels are compiled apart from the package, in a folder that keeps what did not change, whatever sets are asked for.

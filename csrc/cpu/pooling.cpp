@@ -47,7 +47,7 @@ inline void keep_greatest(Float32* vector, const T* x, int64_t stride, const Chu
     Vec top = chunk.start ? load(vector, lanes) : splat(-__builtin_inff());
     for (int64_t t = 0; t < chunk.count; ++t) {
         const Vec value = load(x + t * stride, lanes);
-        top = (top != top) | (value <= top) ? top : value;
+        top = ((top != top) | (value <= top)) ? top : value;
     }
     store(vector, top, lanes);
 }

@@ -56,6 +56,7 @@ from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingP
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import SchedulerStats
 from quire.vllm_names.members import missing_member
+from quire.vllm_names.parameters import with_vllm_keywords
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class AsyncLLM:
         return AsyncLLM(config)
 
     @staticmethod
+    @with_vllm_keywords("AsyncLLM.from_engine_args")
     def from_engine_args(engine_args: EngineArgs) -> AsyncLLM:
         """Start from flat arguments."""
         return AsyncLLM(engine_args.create_engine_config())
@@ -187,6 +189,7 @@ class AsyncLLM:
         """
         await self.input_processor.constraints.validated_async(params)
 
+    @with_vllm_keywords("AsyncLLM.generate")
     async def generate(
         self,
         prompt: PromptType,

@@ -33,6 +33,7 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.explain import Explanation
 from quire.vllm_names.members import missing_member
+from quire.vllm_names.parameters import with_vllm_keywords
 
 T = TypeVar("T")
 
@@ -62,6 +63,7 @@ class LLMEngine:
         self.output_processor = self._front_end.output_processor
 
     @staticmethod
+    @with_vllm_keywords("LLMEngine.from_engine_args")
     def from_engine_args(engine_args: EngineArgs) -> LLMEngine:
         """Build from flat arguments."""
         return LLMEngine(engine_args.create_engine_config())
@@ -78,6 +80,7 @@ class LLMEngine:
         assert ready is not None
         return ready
 
+    @with_vllm_keywords("LLMEngine.add_request")
     def add_request(
         self,
         request_id: str,

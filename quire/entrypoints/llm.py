@@ -30,6 +30,7 @@ from quire.inputs import ChatMessage, PromptType
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.plugins import import_place
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.vllm_names.parameters import with_vllm_keywords
 
 if TYPE_CHECKING:
     from quire.pooling.offline import OfflinePooling
@@ -86,6 +87,7 @@ class LLM(OfflinePooling):
         """Build from flat arguments; raises as the constructor does."""
         return cls(**{name: getattr(engine_args, name) for name in engine_fields()})
 
+    @with_vllm_keywords("LLM.generate")
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -151,6 +153,7 @@ class LLM(OfflinePooling):
             for ((prompt, params), adapter), urgency in each_with("priority", priority, with_adapter)
         )
 
+    @with_vllm_keywords("LLM.chat")
     def chat(
         self,
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],

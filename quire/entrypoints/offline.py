@@ -23,6 +23,7 @@ from quire.outputs import RequestOutput
 from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.sampling_params import SamplingParams
 from quire.vllm_names.members import missing_member
+from quire.vllm_names.parameters import with_vllm_keywords
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -133,6 +134,7 @@ class OfflineEngine:
         counters = PrometheusStatLogger(name, config.model.max_model_len, registry=self._registry)
         self.llm_engine.add_stat_logger(counters)
 
+    @with_vllm_keywords("LLM.reset_prefix_cache")
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; return False, without effect, while requests are running."""
         return self.llm_engine.reset_prefix_cache()
@@ -141,6 +143,7 @@ class OfflineEngine:
         """Drop the embeddings of media that no request uses; return False if some are in use and stay."""
         return self.llm_engine.reset_encoder_cache()
 
+    @with_vllm_keywords("LLM.start_profile")
     def start_profile(self) -> None:
         """Start a profile of the steps, with the settings of `profiler_config`.
 
@@ -153,6 +156,7 @@ class OfflineEngine:
         """End the profile, and return the paths of its files, one for each replica. Raises as `start_profile`."""
         return self.llm_engine.stop_profile()
 
+    @with_vllm_keywords("LLM.sleep")
     def sleep(self, level: int = 1) -> None:
         """Release memory until `wake_up`: the KV cache (level 1), also the weights (2), or none (0).
 

@@ -8,6 +8,7 @@ they always belong together.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def resolve_model_dir(model: str, revision: str | None, download_dir: str | None
             f"model {model!r} is one of Ollama's names, which are not known here; give a *.gguf file, or a Hugging "
             "Face id with the quantization, such as bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M"
         )
+    if "/" not in name and (near := _close(name, BUNDLED_MODELS)):
+        raise ModelLoadError(f"there is no model {model!r}; did you mean {near!r}?")
     try:
         return HubModel(name, gguf or None, revision, download_dir).find()
     except ModelLoadError as error:
@@ -62,7 +65,7 @@ def resolve_model_dir(model: str, revision: str | None, download_dir: str | None
 
 _FORMS = (
     "; a model is a directory, a *.gguf file, a Hugging Face id (owner/name, of GGUF owner/name:Q4_K_M), or "
-    f"{' or '.join(BUNDLED_MODELS)}"
+    f"one of {', '.join(BUNDLED_MODELS)}"
 )
 
 
@@ -70,8 +73,14 @@ def _nearest(model: Path, download_dir: str | None) -> str:
     """Return the words that name a model of this machine whose name is close in spelling; nothing if there is none."""
     siblings = [path for path in model.parent.glob("*") if path.is_dir() or is_gguf(path)]
     names = [*BUNDLED_MODELS, *cached_ids(download_dir), *map(str, siblings)]
-    near = [] if str(model) in names else difflib.get_close_matches(str(model), names, n=1, cutoff=0.8)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = _close(str(model), names)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def _close(name: str, names: Sequence[str]) -> str:
+    """Return the name that is close in spelling; empty if there is none, or `name` is one of them."""
+    near = [] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+    return near[0] if near else ""
 
 
 def read_model_config(model_dir: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:

@@ -34,6 +34,7 @@ from quire.pooling_params import (
     PoolingParams,
     TextOptions,
 )
+from quire.vllm_names.parameters import with_vllm_keywords
 
 Prompts = PromptType | Sequence[PromptType]
 PerPrompt = PoolingParams | Sequence[PoolingParams] | None
@@ -50,6 +51,7 @@ class OfflinePooling(OfflineEngine):
 
     _io_processor: IOProcessor | None = None
 
+    @with_vllm_keywords("LLM.encode")
     def encode(
         self,
         prompts: Prompts | DataPrompt,
@@ -84,6 +86,7 @@ class OfflinePooling(OfflineEngine):
             tokenized, pooling_params, pooling_task, lora_request=lora_request, use_tqdm=use_tqdm
         )
 
+    @with_vllm_keywords("LLM.embed")
     def embed(
         self,
         prompts: Prompts,
@@ -115,6 +118,7 @@ class OfflinePooling(OfflineEngine):
             )
         return list(map(EmbeddingRequestOutput.from_base, pooled))
 
+    @with_vllm_keywords("LLM.classify")
     def classify(
         self,
         prompts: Prompts,
@@ -160,6 +164,7 @@ class OfflinePooling(OfflineEngine):
             use_tqdm=use_tqdm,
         )
 
+    @with_vllm_keywords("LLM.score")
     def score(
         self,
         data_1: str | Sequence[str],

@@ -20,7 +20,7 @@ from quire.vllm_names.row import NameRow, Table, Takes, flag_of, translated
 from quire.vllm_names.server_options import SERVER_OPTIONS
 
 FLAGS: Table = {**OPTIONS, **SERVER_OPTIONS}
-_SHORT = {short: row for row in FLAGS.values() for short in row.short}
+"""Rows of every command with an engine."""
 _LEVEL = "-O"
 _OWN_SHORT = {"-sc": "speculative_config", "-q": "quantization", "-ep": "enable_expert_parallel"}
 """vLLM's short forms of options that quire has under the same long name."""
@@ -44,6 +44,7 @@ class OwnFlag:
 class _Parsed:
     """Command line in the making: what stays, and values by option name that are added to it."""
 
+    table: Table
     kept: list[str] = field(default_factory=list)
     theirs: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -51,19 +52,24 @@ class _Parsed:
 
 
 def translated_arguments(
-    arguments: Sequence[str], own: Mapping[str, OwnFlag], *, has_argument: bool | None = False
+    arguments: Sequence[str],
+    own: Mapping[str, OwnFlag],
+    *,
+    table: Table = FLAGS,
+    has_argument: bool | None = False,
 ) -> list[str]:
     """Return a command line in quire's flags.
 
     Args:
         own: flag -> the command's option, with all spellings such as `--no-x` and `-tp`.
+        table: vLLM's flags of the command.
         has_argument: arguments behind a list are its values, since the command expects no other one. Without it, they
             are behind the first argument only; None: never, so that each value needs its flag.
 
     Raises:
         ConfigError: a flag or a value is not supported; the message says what to do.
     """
-    parsed = _Parsed(has_argument=has_argument)
+    parsed = _Parsed(table, has_argument=has_argument)
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -87,18 +93,19 @@ def _take_flag(argument: str, rest: list[str], parsed: _Parsed, own: Mapping[str
         _take_own(own[name], name, [inline] if equals else [], rest, parsed)
     elif "." in name:
         _take_key(name, inline if equals else None, argument, rest, parsed, own)
-    elif (row := _row_of(name)) is not None:
+    elif (row := _row_of(name, parsed.table)) is not None:
         values = [inline] if equals else _own_value(name)
         parsed.theirs[row.name] = _value_of(row, name, values, rest)
     else:
         parsed.kept.append(argument)
 
 
-def _row_of(name: str) -> NameRow | None:
-    if name.startswith(_LEVEL) and (name == _LEVEL or name[2:].isdigit()):
-        return _SHORT[_LEVEL]
+def _row_of(name: str, table: Table) -> NameRow | None:
+    if not name.startswith("--"):
+        short = _LEVEL if name.startswith(_LEVEL) and (name == _LEVEL or name[2:].isdigit()) else name
+        return next((row for row in table.values() if short in row.short), None)
     plain = name.removeprefix("--no-") if name.startswith("--no-") else name.removeprefix("--")
-    return _SHORT.get(name) or (FLAGS.get(plain.replace("-", "_")) if name.startswith("--") else None)
+    return table.get(plain.replace("-", "_"))
 
 
 def _own_value(name: str) -> list[str]:
@@ -180,7 +187,7 @@ def _take_key(
     base, _, path = name.partition(".")
     base = flag_of(_OWN_SHORT[base]) if base in _OWN_SHORT else base
     appends = path.endswith("+")
-    flag, row = own.get(base), _row_of(base)
+    flag, row = own.get(base), _row_of(base, parsed.table)
     if (flag is None or not flag.is_json) and row is None:
         parsed.kept.append(argument)
         return
@@ -209,9 +216,10 @@ def _added(parsed: _Parsed, own: Mapping[str, OwnFlag]) -> list[str]:
     given: dict[str, Any] = dict(parsed.theirs)
     for option, keys in parsed.keys.items():
         given[option] = {**_pop_json(option, parsed.kept), **keys} if option in own else keys
-    for option in {row.to.partition(".")[0] for name in given if (row := FLAGS.get(name)) and "." in row.to}:
+    rows = [row for name in given if (row := parsed.table.get(name)) and "." in row.to]
+    for option in {row.to.partition(".")[0] for row in rows}:
         given[option] = {**_pop_json(option, parsed.kept), **given.get(option, {})}
-    result = translated(given, FLAGS, own, flag_of)
+    result = translated(given, parsed.table, own, flag_of)
     added = {option: _as_flags(option, value) for option, value in result.items()}
     for flags in added.values():
         _check_conflict(flags, parsed.kept)

@@ -29,7 +29,9 @@ ENVIRONMENT = table_of(
     refused("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "change max_position_embeddings or rope_scaling by --hf-overrides"),
     refused("VLLM_SERVER_DEV_MODE VLLM_ALLOW_RUNTIME_LORA_UPDATING", "those routes need --admin-api-key"),
     refused("VLLM_TORCH_PROFILER_DIR", "give the directory as torch_profiler_dir of --profiler-config"),
-    refused("VLLM_RPC_TIMEOUT", "start the command under py-spy or perf"),
+    refused("VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT", "use --chat-template-timeout"),
+    refused("VLLM_MAX_AUDIO_CLIP_FILESIZE_MB", "use --max-audio-bytes"),
+    refused("VLLM_MM_INPUT_CACHE_GIB", "use --mm-processor-cache-gb and --encoder-cache-gb"),
     refused("VLLM_HOST_IP VLLM_PORT", "use --host, --port, --master-addr and --master-port"),
     refused("VLLM_DP_RANK VLLM_DP_SIZE VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT", "use the flags --data-parallel-*"),
     refused("VLLM_CACHE_ROOT VLLM_CONFIG_ROOT VLLM_ASSETS_CACHE", "use --packed-weights-cache and --download-dir"),
@@ -39,13 +41,21 @@ ENVIRONMENT = table_of(
     )),
     refused("VLLM_SKIP_MODEL_NAME_VALIDATION", "name the model as GET /v1/models does, or leave it out"),
     refused("VLLM_IMAGE_FETCH_TIMEOUT VLLM_AUDIO_FETCH_TIMEOUT VLLM_VIDEO_FETCH_TIMEOUT", "time-outs are fixed"),
-    refused("VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT", "use --kv-store (docs/kv_store.md)"),
+    refused("VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT", (
+        "give kv_ip and kv_port in --kv-transfer-config (docs/kv_store.md)"
+    )),
+    refused("VLLM_ENABLE_COHERE_API", "chats have the APIs of OpenAI, Anthropic and Ollama (docs/endpoints.md)"),
     refused("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "use --on-core-death"),
     accepted("VLLM_USE_V1 VLLM_USE_V2_MODEL_RUNNER VLLM_ENABLE_V1_MULTIPROCESSING", "there is one engine"),
     accepted("VLLM_WORKER_MULTIPROC_METHOD", "processes are always spawned"),
     accepted("VLLM_NO_USAGE_STATS VLLM_DO_NOT_TRACK", "quire sends no usage statistics"),
     accepted("VLLM_ENABLE_RESPONSES_API_STORE", "responses are stored as the request says"),
-    accepted("VLLM_ENGINE_READY_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "see --core-heartbeat-timeout"),
+    accepted("VLLM_ENGINE_READY_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS VLLM_RPC_TIMEOUT", (
+        "see --core-heartbeat-timeout"
+    )),
+    accepted("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "idle connections are closed after a fixed time"),
+    accepted("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "redirects are followed, and checked as the address is"),
+    accepted("VLLM_ALL2ALL_BACKEND", "experts are exchanged in one way"),
     accepted("VLLM_FLASH_ATTN_VERSION VLLM_USE_TRITON_FLASH_ATTN", "see --attention-backend"),
     accepted("VLLM_USE_RUST_FRONTEND VLLM_USE_RUST_BENCH VLLM_TARGET_DEVICE", "there is one program"),
 )  # fmt: skip

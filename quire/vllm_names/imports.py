@@ -81,7 +81,13 @@ PRESENT: Mapping[str, Mapping[str, str]] = {
     "quire.entrypoints.openai.chat_completion.protocol": _PROTOCOL,
     "quire.entrypoints.openai.completion.protocol": _PROTOCOL,
     "quire.entrypoints.openai.engine.protocol": _PROTOCOL,
-    "quire.inputs": {"SingletonPrompt": "quire.inputs:PromptType"},
+    "quire.entrypoints.serve.engine.protocol": _PROTOCOL,
+    "quire.exceptions": {
+        "VLLMError": "quire.errors:QuireError",
+        "VLLMClientError": "quire.errors:ClientError",
+        "VLLMValidationError": "quire.errors:ValidationError",
+    },
+    "quire.inputs": {"SingletonPrompt": "quire.inputs:PromptType", "PromptInputs": "quire.inputs:PromptType"},
     "quire.inputs.data": _INPUTS,
     "quire.logger": {"init_logger": "logging:getLogger"},
     "quire.logprobs": _LOGPROBS,
@@ -101,9 +107,15 @@ PRESENT: Mapping[str, Mapping[str, str]] = {
 """Module -> name -> place of the object ("module:Name")."""
 
 ALL = "*"
+_RAY = "set distributed_executor_backend='ray', which joins or starts a cluster"
+_COMPILED = "leave compilation_config out: nothing is compiled (docs/coming_from_vllm.md)"
+_SHARD = "a layer is given its Shard (quire.layers.shard)"
+_WEIGHTS = "new weights are taken by weights.begin, update and finish (docs/training.md)"
+_ADAPTER = "use a LoRA adapter (docs/lora.md)"
 _SHUTDOWN = "call LLM.shutdown(), which releases everything"
 _NO_PAIRS = "prompts with an encoder's and a decoder's part are EncoderDecoderPrompt"
 _DICT = "give the option as a dict"
+_TEMPLATES = "call LLM.chat, or get_tokenizer().apply_chat_template"
 _TOOLS = "a format is an entry point of the group quire.tool_formats (docs/plugins.md)"
 _REASONING = "a format is an entry point of the group quire.reasoning_formats (docs/plugins.md)"
 _SERVER = "start the server with `quire serve`, or call quire.entrypoints.openai.api_server.run_server"
@@ -111,30 +123,50 @@ _LAYERS = "a model is written on quire.layers (CONTRIBUTING.md), a plug-in of qu
 _MEDIA = "give pictures and sounds as they are, in multi_modal_data or in messages"
 
 ABSENT: Mapping[str, Mapping[str, str]] = {
-    "quire": {"initialize_ray_cluster": "set distributed_executor_backend='ray', which joins or starts a cluster"},
+    "quire": {"initialize_ray_cluster": _RAY},
     "quire.config": {
-        "CompilationConfig": "leave compilation_config out: nothing is compiled (docs/coming_from_vllm.md)",
+        "CompilationConfig": _COMPILED,
+        "CompilationMode": _COMPILED,
+        "CompilationLevel": _COMPILED,
         "CUDAGraphMode": "set enforce_eager or cudagraph_capture_sizes",
         "PoolerConfig": _DICT,
-        "KVTransferConfig": "use kv_store (docs/kv_store.md)",
-        "ProfilerConfig": "start the program under py-spy or perf",
+        "KVTransferConfig": _DICT,
+        "ProfilerConfig": _DICT,
+        "ReasoningConfig": "set reasoning_start_str and reasoning_end_str",
+        "MultiModalConfig": "give its fields to LLM, such as limit_mm_per_prompt",
+        "OffloadConfig": "weights are not offloaded layer by layer; set quantization='int4'",
+        "ECTransferConfig": "encoders run in the server that answers",
+        "DecodingConfig": "set structured_outputs_config",
+        "EPLBConfig": "experts stay on their ranks",
+        "PromptAdapterConfig": _ADAPTER,
         "AttentionConfig": "set attention_backend",
         "set_current_vllm_config": "a configuration is an argument, never ambient",
         "get_current_vllm_config": "a configuration is an argument, never ambient",
     },
+    "quire.config.compilation": {ALL: _COMPILED},
     "quire.distributed": {
         "cleanup_dist_env_and_memory": _SHUTDOWN,
         "destroy_model_parallel": _SHUTDOWN,
         "destroy_distributed_environment": _SHUTDOWN,
         "init_distributed_environment": "the executor does this (docs/parallelism.md)",
-        "get_tensor_model_parallel_rank": "a layer is given its Shard (quire.layers.shard)",
-        "get_tensor_model_parallel_world_size": "a layer is given its Shard (quire.layers.shard)",
+        "get_tensor_model_parallel_rank": _SHARD,
+        "get_tensor_model_parallel_world_size": _SHARD,
     },
-    "quire.distributed.parallel_state": {ALL: _SHUTDOWN},
+    "quire.distributed.parallel_state": {
+        "destroy_model_parallel": _SHUTDOWN,
+        "destroy_distributed_environment": _SHUTDOWN,
+        "cleanup_dist_env_and_memory": _SHUTDOWN,
+        ALL: _SHARD,
+    },
+    "quire.distributed.device_communicators": {ALL: "collectives of ranks are in quire.distributed"},
+    "quire.distributed.utils": {"StatelessProcessGroup": _WEIGHTS},
+    "quire.distributed.weight_transfer": {ALL: _WEIGHTS},
     "quire.distributed.kv_events": {ALL: "subscribe as docs/kv_events.md shows; messages are vLLM's"},
-    "quire.distributed.kv_transfer": {ALL: "use --kv-store (docs/kv_store.md)"},
+    "quire.distributed.kv_transfer": {ALL: "a connector is a plug-in of quire.kv_connectors (docs/kv_store.md)"},
     "quire.entrypoints.api_server": {ALL: _SERVER},
-    "quire.entrypoints.chat_utils": {ALL: "call LLM.chat, or get_tokenizer().apply_chat_template"},
+    "quire.entrypoints.chat_utils": {ALL: _TEMPLATES},
+    "quire.renderers": {ALL: _TEMPLATES},
+    "quire.entrypoints.pooling": {ALL: _SERVER},
     "quire.entrypoints.launcher": {ALL: _SERVER},
     "quire.entrypoints.launchers": {ALL: _SERVER},
     "quire.entrypoints.utils": {ALL: _SERVER},
@@ -143,6 +175,10 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
     "quire.entrypoints.openai.serving_chat": {ALL: _SERVER},
     "quire.entrypoints.openai.serving_completion": {ALL: _SERVER},
     "quire.entrypoints.openai.serving_models": {ALL: _SERVER},
+    "quire.entrypoints.openai.serving_engine": {ALL: _SERVER},
+    "quire.entrypoints.openai.serving_embedding": {ALL: _SERVER},
+    "quire.entrypoints.openai.serving_responses": {ALL: _SERVER},
+    "quire.entrypoints.openai.run_batch": {ALL: "run `quire run-batch`"},
     "quire.entrypoints.openai.tool_parsers": {ALL: _TOOLS},
     "quire.tool_parsers": {ALL: _TOOLS},
     "quire.reasoning": {ALL: _REASONING},
@@ -158,6 +194,11 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
     "quire.attention": {ALL: "a backend is a plug-in of quire.attention_backends (docs/plugins.md)"},
     "quire.multimodal": {"MULTIMODAL_REGISTRY": _MEDIA},
     "quire.multimodal.utils": {ALL: _MEDIA},
+    "quire.multimodal.image": {ALL: _MEDIA},
+    "quire.multimodal.video": {ALL: _MEDIA},
+    "quire.multimodal.audio": {ALL: _MEDIA},
+    "quire.multimodal.inputs": {ALL: _MEDIA},
+    "quire.assets.base": {ALL: _MEDIA},
     "quire.assets.image": {ALL: _MEDIA},
     "quire.assets.audio": {ALL: _MEDIA},
     "quire.assets.video": {ALL: _MEDIA},
@@ -167,6 +208,16 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
     "quire.transformers_utils.config": {ALL: "call quire.models.checkpoint.read_model_config"},
     "quire.usage.usage_lib": {ALL: "quire sends no usage statistics, so leave usage_context out"},
     "quire.benchmarks": {ALL: "run `quire bench`"},
+    "quire.collect_env": {ALL: "run `quire collect-env`"},
+    "quire.core": {ALL: "the scheduler is quire.scheduler, the cache manager quire.kv_cache"},
+    "quire.device_allocator": {ALL: "sleep() and wake_up() give memory back and take it (docs/sleep.md)"},
+    "quire.engine.metrics": {ALL: "metrics are in quire.metrics (docs/observability.md)"},
+    "quire.engine.multiprocessing": {ALL: "AsyncLLM has its engine core in a process of its own"},
+    "quire.executor.ray_utils": {ALL: _RAY},
+    "quire.profiler": {ALL: "call LLM.start_profile and stop_profile (docs/observability.md)"},
+    "quire.prompt_adapter": {ALL: _ADAPTER},
+    "quire.sampling_params": {"SamplingType": "a request is greedy if its temperature is 0"},
+    "quire.tracing": {ALL: "set otlp_traces_endpoint (docs/observability.md)"},
     "quire.v1": {ALL: "quire has one engine: import from quire.engine, quire.scheduler, quire.worker"},
     "quire.v1.sample.logits_processor": {
         ALL: "subclass quire.logits_processors.LogitsProcessor, which sees one request at a time (docs/sampling.md)"

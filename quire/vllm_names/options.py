@@ -15,6 +15,9 @@ _MODEL = (
     accepted("allow_deprecated_quantization", "the checkpoint names its format", _SWITCH),
     accepted("config_format", "config.json and GGUF are recognized by themselves"),
     accepted("disable_sliding_window", "sliding windows cost no cache beyond the window", _SWITCH),
+    accepted(
+        "tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config", "tokenizing needs no pool"
+    ),
     by_value(
         "task",
         {
@@ -130,7 +133,8 @@ _SPECULATION = (
         (1,),
     ),
     accepted(
-        "spec_decoding_acceptance_method speculative_disable_by_batch_size",
+        "spec_decoding_acceptance_method speculative_disable_by_batch_size "
+        "typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha",
         "drafts never change a text, and their number follows the load",
     ),
 )
@@ -146,7 +150,19 @@ _PARALLEL = (
     accepted("engine_use_ray", "the engine core of a server has its own process", _SWITCH),
     accepted("ray_workers_use_nsight", "start the whole command under nsys", _SWITCH),
     accepted("max_parallel_loading_workers", "each rank reads its own part of the weights"),
-    accepted("enable_dbo all2all_backend", "experts are exchanged in one way", _SWITCH),
+    accepted("enable_dbo", "experts are exchanged in one way", _SWITCH),
+    accepted(
+        "all2all_backend ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold moe_backend",
+        "experts are exchanged and computed in one way",
+    ),
+    accepted("disable_nccl_for_dp_synchronization", "replicas are not synchronized", _SWITCH),
+    accepted("distributed_timeout_seconds", "ranks that end or hang are noticed; see --core-heartbeat-timeout"),
+    accepted(
+        "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size dcp_comm_backend",
+        "heads are split, and contexts are not",
+    ),
+    renamed("numa_bind", "cpu_pin_threads", takes=_SWITCH),
+    refused("numa_bind_nodes numa_bind_cpus", "use --cpu-numa, or start the command under numactl", takes=_MANY),
     accepted("data_parallel_multi_port_external_lb", "each replica has a --port of its own", _SWITCH),
     renamed("data_parallel_master_ip", "data_parallel_address"),
     renamed("data_parallel_master_port", "data_parallel_rpc_port"),
@@ -204,6 +220,7 @@ _ADAPTERS = (
     accepted("fully_sharded_loras", "adapters are sharded as their layers are", _SWITCH),
     accepted("enable_lora_bias", "biases of adapters are read where there are any", _SWITCH),
     accepted("long_lora_scaling_factors", "scales are those of the adapter", _MANY),
+    accepted("enable_tower_connector_lora", "an adapter applies to the layers that its files name", _SWITCH),
     accepted("specialize_active_lora", "rows without an adapter skip it", _SWITCH),
     refused("enable_prompt_adapter", "use a LoRA adapter (docs/lora.md)", _FALSE, _SWITCH),
     refused(
@@ -219,6 +236,7 @@ _MULTIMODAL = (
     ),
     accepted("mm_encoder_tp_mode mm_encoder_attn_backend", "the encoder runs whole on each rank"),
     accepted("skip_mm_profiling", "memory is measured after loading, with nothing run in vain", _SWITCH),
+    refused("mm_encoder_only", "encoders run in the server that answers", _FALSE, _SWITCH),
     refused("interleave_mm_strings", "media are where the messages put them", _FALSE, _SWITCH),
     refused("video_pruning_rate media_io_kwargs", "media are read as they are", (0, {}, "{}")),
     accepted("image_input_type image_token_id image_input_shape image_feature_size", "the model knows them"),
@@ -229,6 +247,12 @@ _OBSERVABILITY = (
     accepted("show_hidden_metrics_for_version", "no metric is hidden"),
     accepted("collect_detailed_traces", "spans have all the times (docs/observability.md)"),
     accepted("enable_layerwise_nvtx_tracing cudagraph_metrics", "there are none", _SWITCH),
+    accepted(
+        "aggregate_engine_logging enable_logging_iteration_details enable_mm_processor_stats",
+        "see --log-stats-interval, and the metrics (docs/observability.md)",
+        _SWITCH,
+    ),
+    accepted("fail_on_environ_validation", "a variable without effect is named in the log", _SWITCH),
 )
 
 OPTIONS = table_of(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from quire.vllm_names.bench_options import BENCH_OPTIONS
 from quire.vllm_names.environment import ENVIRONMENT
 from quire.vllm_names.imports import ABSENT, ALL, PRESENT
 from quire.vllm_names.members import MEMBERS
@@ -60,6 +61,7 @@ What differs:
   unless told otherwise. `transformers.AutoTokenizer` has the rest.
 - **`LLM.get_metrics`** needs `disable_log_stats=False`; **`LLM.collective_rpc`** and **`apply_model`** reach the worker
   of one rank, which is in the same process; methods of `worker_extension_cls` are called on every rank.
+- **`AsyncLLM.is_sleeping`** is a property, and `shutdown()` may be awaited or not.
 - **Drafts** of `speculative_config` never change a text, at any temperature.
 - **Unknown fields** of requests are ignored and named in the reply, or refused with `--unknown-fields reject`.
 
@@ -81,6 +83,8 @@ def vllm_page() -> str:
             _values(),
             "\n## Flags of the server\n\nThey have no keyword.\n\n",
             _table("flag", SERVER_OPTIONS, _as_flag),
+            "\n## Flags of quire bench\n\n",
+            _table("flag", BENCH_OPTIONS, _as_flag),
             "\n## Parameters of requests\n\n",
             *_parameters(),
             "## Environment variables\n\n",

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's keywords of `SamplingParams` and of the other parameters of a request."""
+"""vLLM's keywords of `SamplingParams`, of the other parameters of a request, and of methods."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -44,13 +46,83 @@ LORA = table_of(
     accepted("base_model_name long_lora_max_len is_3d_lora_weight", "the adapter's files say it"),
     refused("load_inplace", "give weights that changed another lora_int_id", harmless=(False,)),
 )
+_NO_TRUNCATION = "cut the token ids of the prompt"
+_IDS = "a prompt of token ids is a list of them, or {'prompt_token_ids': [...]}"
+_IN_PROMPT = "give it in each prompt, beside multi_modal_data"
+_TRUNCATION = "give tokenization_kwargs={'truncate_prompt_tokens': N}"
+_IDLE = "no request runs between two calls"
+_START = table_of(
+    accepted("usage_context start_engine_loop enable_multiprocessing", "there is one way to start"),
+    refused("stat_loggers", "call add_stat_logger of the engine"),
+)
+_POOLED = table_of(refused("truncate_prompt_tokens", _TRUNCATION), refused("mm_processor_kwargs", _IN_PROMPT))
+METHODS: Mapping[str, Table] = {
+    "LLM.generate": table_of(
+        refused("prompt_token_ids", _IDS),
+        refused("tokenization_kwargs", _NO_TRUNCATION, harmless=({},)),
+        refused("mm_processor_kwargs", _IN_PROMPT),
+        refused("guided_options_request", "give structured_outputs in SamplingParams"),
+    ),
+    "LLM.chat": table_of(
+        accepted("chat_template_content_format", "the form of a content is found out from the template"),
+        refused("tokenization_kwargs", _NO_TRUNCATION, harmless=({},)),
+        refused("priority", "give the prompts to generate, which has it"),
+    ),
+    "LLM.encode": _POOLED,
+    "LLM.embed": _POOLED,
+    "LLM.classify": _POOLED,
+    "LLM.score": _POOLED,
+    "LLM.sleep": table_of(accepted("mode", _IDLE)),
+    "LLM.reset_prefix_cache": table_of(
+        accepted("reset_running_requests", _IDLE),
+        refused("reset_connector", "remove the directory of kv_store", harmless=(False,)),
+    ),
+    "LLM.start_profile": table_of(
+        refused("profile_prefix delay_iterations max_iterations", "they are settings of profiler_config")
+    ),
+    "LLMEngine.from_engine_args": _START,
+    "LLMEngine.add_request": table_of(
+        accepted("arrival_time", "it is the time of the call"),
+        refused("tokenization_kwargs", _NO_TRUNCATION, harmless=({},)),
+        refused("trace_headers", "call AsyncLLM.generate, which has it"),
+    ),
+    "AsyncLLM.from_engine_args": _START,
+    "AsyncLLM.generate": table_of(
+        refused("tokenization_kwargs", _NO_TRUNCATION, harmless=({},)),
+        refused("prompt_text", "give {'prompt': text, 'prompt_token_ids': ids} as the prompt"),
+        accepted("session_id kv_hints", "prefixes are found by their content"),
+    ),
+}
+"""Rows by method, and by vLLM's keyword."""
 PARAMETERS: Mapping[str, Table] = {
     "SamplingParams": SAMPLING,
     "BeamSearchParams": {},
     "PoolingParams": POOLING,
     "LoRARequest": LORA,
+    **METHODS,
 }
-"""Rows by class, and by vLLM's name."""
+"""Rows by class or method, and by vLLM's name."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def with_vllm_keywords(kind: str) -> Callable[[Method], Method]:
+    """Return a decorator for a method of `METHODS`, which then handles vLLM's keywords of it.
+
+    The method raises TypeError for a keyword that is in neither, and ValidationError for one that is not supported.
+    """
+
+    def decorate(method: Method) -> Method:
+        own = tuple(inspect.signature(method).parameters)
+
+        @functools.wraps(method)
+        def call(*args: Any, **keywords: Any) -> Any:
+            is_own = keywords.keys() <= set(own)
+            return method(*args, **(keywords if is_own else _translated(kind, keywords, own)))
+
+        return cast("Method", call)
+
+    return decorate
 
 
 class KeywordCheck(type(msgspec.Struct)):  # type: ignore[misc]
@@ -73,10 +145,14 @@ class KeywordCheck(type(msgspec.Struct)):  # type: ignore[misc]
 
 
 def _translated(kind: str, fields: dict[str, Any], own: tuple[str, ...]) -> dict[str, Any]:
+    def spelling(name: str) -> str:
+        return f"{name} of {kind}" if kind in METHODS else name
+
     try:
-        result = translated(fields, PARAMETERS[kind], own)
+        result = translated(fields, PARAMETERS[kind], own, spelling)
     except ConfigError as error:
         raise ValidationError(str(error)) from None
     for name in result.keys() - set(own):
-        raise TypeError(f"{kind} has no field {name!r}{suggestion(name, own)}") from None
+        what = "argument" if kind in METHODS else "field"
+        raise TypeError(f"{kind} has no {what} {name!r}{suggestion(name, own)}") from None
     return result

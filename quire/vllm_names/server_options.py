@@ -31,6 +31,12 @@ SERVER_OPTIONS = table_of(
         "h11_max_incomplete_event_size h11_max_header_count",
         "headers have limits of their own; bodies have --max-request-bytes",
     ),
+    accepted("custom_histogram_buckets", "buckets of metrics are vLLM's defaults (docs/observability.md)"),
+    accepted(
+        "disable_uvicorn_metrics_access_log",
+        "requests of /metrics get no access line; see --disable-access-log-for-endpoints",
+        _SWITCH,
+    ),
     accepted("uvicorn_log_config", "see --log-level, --log-format and --uvicorn-log-level"),
     refused("response_role", "answers have the role assistant", ("assistant",)),
     refused(

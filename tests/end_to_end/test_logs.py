@@ -82,7 +82,7 @@ def test_lines_of_text_hold_nothing_that_clients_wrote(tmp_path: Path) -> None:
     template = tmp_path / "template"
     template.write_text(FAILING)
     log, _, _ = run(tmp_path / "log", tmp_path / "words", "--chat-template", str(template))
-    assert "the chat template failed with UndefinedError at its line 1" in log
+    assert "the chat template of --chat-template failed with UndefinedError at its line 1" in log
     assert '"POST /v1/completions HTTP/1.1" 400' in log
     assert SECRET not in log.lower()
 

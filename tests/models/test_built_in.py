@@ -41,3 +41,4 @@ def test_architectures_in_transformers_have_it_as_oracle(architecture: str) -> N
 
 def test_the_page_of_models_is_that_of_the_table() -> None:
     assert Path(PAGE).read_text() == models_page(), "run: python -m quire.models.page"
+    assert f"{len(BUILT_IN)} architectures" in Path("README.md").read_text()

@@ -10,11 +10,13 @@ import click
 import pytest
 
 from quire.config import EngineConfig, ServerConfig, engine_fields
+from quire.entrypoints.cli.bench import bench
 from quire.entrypoints.cli.main import cli
 from quire.entrypoints.cli.options import engine_config, server_config
 from quire.entrypoints.cli.run import run
 from quire.entrypoints.cli.serve import serve
 from quire.errors import ConfigError
+from quire.vllm_names.bench_options import BENCH_OPTIONS
 from tests.fixtures.folded import folded
 
 
@@ -157,6 +159,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "m --calculate-kv-scales": {},
     "m --show-hidden-metrics-for-version 0.9": {},
     "m --collect-detailed-traces all": {},
+    "m --numa-bind": {"cpu_pin_threads": True},
+    "m --distributed-timeout-seconds 60 --ubatch-size 2 --enable-dbo --moe-backend triton": {},
+    """m --custom-histogram-buckets '{"a": [1]}' --disable-uvicorn-metrics-access-log""": {},
 }
 
 # Command line -> what the sentence names.
@@ -191,6 +196,7 @@ REFUSED = {
     "m --enable-eplb": "experts",
     "m --worker-cls a.B": "quire.devices",
     "m --hf-token abc": "HF_TOKEN",
+    "m --numa-bind-nodes 0 1": "--cpu-numa",
     "m --enable-prompt-adapter": "LoRA",
     "m --profiler-config.profiler torch": "torch_profiler_dir",
     "m --hf-overrides 3 --rope-theta 1": "--hf-overrides",
@@ -209,6 +215,40 @@ UNKNOWN = {
     "--api": None,
     "--speculative-confi.method x": None,
 }
+
+
+# Command line of `bench serve` -> options that it sets, or what the sentence names.
+BENCH: dict[str, dict[str, Any] | str] = {
+    "--backend vllm --dataset-name random --num-prompts 8 --trust-remote-code": {"num_prompts": 8},
+    "--backend=openai-chat --served-model-name m": {"endpoint": "/v1/chat/completions", "model": "m"},
+    "--tokenizer t --random-range-ratio 0.0 --burstiness 1.0 --percentile-metrics ttft,tpot": {},
+    "--dataset-name sharegpt": "random token ids",
+    "--save-result --result-dir d": "--json FILE",
+    "--goodput ttft:100": "P99",
+    "--num-promts 3": "--num-prompts",
+}
+
+
+@folded("line", BENCH)
+def test_flags_of_bench_are_read(line: str) -> None:
+    expected = BENCH[line]
+    if isinstance(expected, dict):
+        assert parsed(bench.commands["serve"], line).items() >= expected.items()
+        return
+    with pytest.raises(click.UsageError) as error:
+        parsed(bench.commands["serve"], line)
+    assert expected in error.value.format_message()
+
+
+def test_flags_of_bench_stand_beside_those_of_engines() -> None:
+    line = "--dataset-name random --num-prompts 2 --trust-remote-code --task generate"
+    assert (
+        parsed(bench.commands["throughput"], line).items() >= {"num_prompts": 2, "runner": "generate"}.items()
+    )
+    assert not {row.name for row in BENCH_OPTIONS.values()} & engine_fields().keys() - {
+        "tokenizer",
+        "served_model_name",
+    }
 
 
 @folded("line", ACCEPTED)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import logging
 from typing import Any
 
 import pytest
 
+import quire
 from quire import EngineArgs, LoRARequest, PoolingParams, SamplingParams
 from quire.config import EngineConfig, ServerConfig, engine_fields
 from quire.config.encoding import CheckpointQuantization
@@ -22,6 +24,7 @@ from quire.vllm_names.environment import ENVIRONMENT, adopt_environment
 from quire.vllm_names.functions import FlexibleArgumentParser
 from quire.vllm_names.option_values import CHECKPOINT_METHODS, OPTION_VALUES
 from quire.vllm_names.options import OPTIONS
+from quire.vllm_names.parameters import METHODS
 from quire.vllm_names.row import Fate, nearest
 from quire.vllm_names.server_options import SERVER_OPTIONS
 from tests.fixtures.folded import folded
@@ -267,6 +270,17 @@ def test_every_variable_of_vllm_is_logged(caplog: pytest.LogCaptureFixture) -> N
     assert said["VLLM_CPU_KVCACHE_SPACE"].endswith(
         "is not read: use --kv-cache-memory-bytes, in bytes: 4G is 4 GiB"
     )
+
+
+# Methods
+
+
+@folded("kind", METHODS)
+def test_no_row_hides_an_argument_of_a_method(kind: str) -> None:
+    owner, _, name = kind.partition(".")
+    method = getattr(getattr(quire, owner), name)
+    assert hasattr(method, "__wrapped__"), "the method has no decorator"
+    assert METHODS[kind].keys().isdisjoint(inspect.signature(method).parameters)
 
 
 # Spelling

@@ -175,6 +175,27 @@ def test_missing_method_says_what_to_do(llm: LLM, name: str, sentence: str) -> N
         getattr(llm, name)
 
 
+def test_keywords_of_methods_are_accepted_or_refused(llm: LLM) -> None:
+    (plain,) = llm.chat(
+        QUESTION, GREEDY, use_tqdm=False, chat_template_content_format="openai", priority=None
+    )  # type: ignore[call-arg]
+    assert plain.outputs[0].text == ANSWER
+    llm.sleep(level=0, mode="wait")  # type: ignore[call-arg]
+    llm.wake_up()
+    assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=False)  # type: ignore[call-arg]
+    for keyword, sentence in (
+        (
+            "prompt_token_ids",
+            r"prompt_token_ids of LLM\.generate is not supported: a prompt of token ids is a list",
+        ),
+        ("mm_processor_kwargs", "give it in each prompt"),
+    ):
+        with pytest.raises(ValidationError, match=sentence):
+            llm.generate("Hello", **{keyword: [1]})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"LLM\.generate has no argument 'use_tdqm'; did you mean 'use_tqdm'"):
+        llm.generate("Hello", use_tdqm=False)  # type: ignore[call-arg]
+
+
 def test_missing_tokenizer_method_says_what_to_do(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r"Tokenizer\.get_vocab is not in quire: call vocabulary\(\)"):
         llm.get_tokenizer().get_vocab()  # type: ignore[attr-defined]
@@ -201,7 +222,8 @@ def test_metrics_need_a_switch() -> None:
 def test_engine_loop_of_scripts_ends() -> None:
     from quire.utils import random_uuid  # type: ignore[import-not-found]
 
-    engine = LLMEngine.from_engine_args(EngineArgs("quire-demo", max_model_len=64, disable_log_requests=True))
+    args = EngineArgs("quire-demo", max_model_len=64, disable_log_requests=True)
+    engine = LLMEngine.from_engine_args(args, usage_context=None)  # type: ignore[call-arg]
     engine.add_request(random_uuid(), "Hello", SamplingParams(max_tokens=3))
     outputs = []
     while engine.has_unfinished_requests():

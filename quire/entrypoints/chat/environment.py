@@ -4,8 +4,9 @@
 Invariant: a template is data from a model repository and runs in Jinja's immutable sandbox: no underscore attributes,
 no mutation of its inputs, ranges of at most 100 000. Every operation that multiplies its input asks the rendering's
 `Budget` first, so no huge text is built and no single call blocks the interpreter for long. So every template ends, and
-`BoundedThreads` can interrupt it between two operations. Within the budget, filters behave like Jinja's and Python's;
-names and behaviour are those that Hugging Face's templates expect.
+in an interrupted `RenderingThread` it ends at its next operation: every loop iteration, call and operator asks the
+budget, as does each item that a filter or test is mapped over. Within the budget, filters behave like Jinja's and
+Python's; names and behaviour are those that Hugging Face's templates expect.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -39,25 +41,51 @@ _NESTED_FIELD = re.compile(r":[^{}]*\{")
 REMOVED_FILTERS = ("urlize",)  # Removed filters, whose regular expressions may be slow on long texts.
 MAX_BITS = 2**12  # Bits of a product, a power or a dividend.
 MAKERS = (dict, Cycler)  # Callables that keep their arguments.
-_JOINED, _LITERAL, _TURN = "~", "[]", "for"  # Internal filters, whose names no template can write.
+_JOINED, _LITERAL, _TURN, _COMPARED = (
+    "~",
+    "[]",
+    "for",
+    "==",
+)  # Internal filters, whose names no template can write.
+COMPARISONS = ("in", "eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le", "<=", "gt", ">", "greaterthan",
+               "ge", ">=")  # fmt: skip  # Tests of two values.
 
 
 class TemplateRefusalError(TemplateError):
     """Raised when the template rejects the conversation, or exceeds its budget; the message is for the client."""
 
 
+class TimeIsUpError(BaseException):
+    """Raised by each operation of a template in an interrupted thread; not an `Exception`, so no template's failure."""
+
+
+class RenderingThread(threading.Thread):
+    """Thread whose templates end once any thread has set `is_interrupted`.
+
+    The mark is tested by the template's own operations. An exception that is raised in a thread from outside
+    (`PyThreadState_SetAsyncExc`) would also hit finalizers of other objects that run there, and be lost in them.
+    """
+
+    is_interrupted = False
+
+
 class Budget:
-    """Remaining part of `MAX_TOTAL` for one rendering."""
+    """Remaining part of `MAX_TOTAL` for one rendering, in the thread that makes the budget."""
 
     def __init__(self) -> None:
         self._left = MAX_TOTAL
+        thread = threading.current_thread()
+        self._thread = thread if isinstance(thread, RenderingThread) else None
 
     def spend(self, size: int, purpose: str, *, passing: bool = False) -> None:
         """Reserve output of this size; `passing` output replaces its input, so it costs only time.
 
         Raises:
             TemplateRefusalError: a limit is exceeded.
+            TimeIsUpError: the thread is interrupted.
         """
+        if self._thread is not None and self._thread.is_interrupted:
+            raise TimeIsUpError
         self._left -= size // CHEAPER if passing else size
         if size > MAX_SIZE or self._left < 0:
             raise TemplateRefusalError(f"{purpose} exceeds the output limit of chat templates")
@@ -312,6 +340,35 @@ def to_json(context: Context, value: Any, indent: int | str | None = None, **opt
     return "".join(pieces)
 
 
+@pass_context
+def compared(context: Context, value: Any) -> Any:
+    """Charge a container that a comparison walks, whose items may be large or there many times."""
+    if isinstance(value, list | tuple | dict):
+        budget_of(context).spend(weigh(value), "a comparison")
+    return value
+
+
+def _comparing(test: Callable[[Any, Any], bool]) -> Callable[..., bool]:
+    """Return a test that charges the container that it compares with."""
+
+    @pass_context
+    def compare(context: Context, value: Any, other: Any) -> bool:
+        return test(value, compared(context, other))
+
+    return compare
+
+
+def _walking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that charges its input before this function of the environment walks it in one go."""
+
+    @pass_context
+    def walk(context: Context, value: Any, *args: Any, **options: Any) -> Any:
+        budget_of(context).spend(weigh(value), "a filter")
+        return function(context.environment, value, *args, **options)
+
+    return walk
+
+
 FILTERS: dict[str, Callable[..., Any]] = {
     "center": center,
     "indent": indent,
@@ -324,6 +381,13 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "batch": batch,
     "slice": slices,
     "tojson": to_json,
+    "dictsort": _walking(lambda _, *args, **options: filters.do_dictsort(*args, **options)),
+    "groupby": _walking(filters.sync_do_groupby),
+    "list": _walking(lambda _, value: list(value)),
+    "max": _walking(filters.do_max),
+    "min": _walking(filters.do_min),
+    "sort": _walking(filters.do_sort),
+    "unique": _walking(filters.do_unique),
 }  # Replacements of Jinja's own filters.
 
 
@@ -352,7 +416,7 @@ class BudgetedContext(Context):
 
 
 class CountingTransformer(NodeTransformer):
-    """AST transformer that routes `~`, container literals and loop iterations through internal filters."""
+    """AST transformer that routes `~`, comparisons, container literals and loop iterations through internal filters."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -367,6 +431,13 @@ class CountingTransformer(NodeTransformer):
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         return _filtered(node, _LITERAL) if node.ctx == "load" else node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        for operand in node.ops:
+            if not isinstance(operand.expr, nodes.Const):
+                operand.expr = _filtered(operand.expr, _COMPARED)
+        return node
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -402,6 +473,33 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             budget.spend(weigh([args, kwargs]), "a call")
         budget.spend(CALL, "a call")
         return super().call(__context, __obj, *args, **kwargs)
+
+    def call_filter(
+        self,
+        name: str,
+        value: Any,
+        args: Any = None,
+        kwargs: Any = None,
+        context: Any = None,
+        eval_ctx: Any = None,
+    ) -> Any:
+        """Apply a filter to one item of `map`, and charge the result, since the template may keep all of them."""
+        result = super().call_filter(name, value, args, kwargs, context, eval_ctx)
+        budget_of(context).spend(weigh(result), "map")
+        return result
+
+    def call_test(
+        self,
+        name: str,
+        value: Any,
+        args: Any = None,
+        kwargs: Any = None,
+        context: Any = None,
+        eval_ctx: Any = None,
+    ) -> Any:
+        """Apply a test to one item of `select`, `reject` or the like."""
+        budget_of(context).spend(CALL, "a test")
+        return super().call_test(name, value, args, kwargs, context, eval_ctx)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = CountingTransformer().visit(super()._parse(source, name, filename))
@@ -444,7 +542,14 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     environment = BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock], finalize=shown
     )
-    environment.filters |= {**FILTERS, _JOINED: joined_texts, _LITERAL: literal, _TURN: turn}
+    environment.filters |= {
+        **FILTERS,
+        _JOINED: joined_texts,
+        _LITERAL: literal,
+        _TURN: turn,
+        _COMPARED: compared,
+    }
+    environment.tests |= {name: _comparing(environment.tests[name]) for name in COMPARISONS}
     for name in REMOVED_FILTERS:
         del environment.filters[name]
     del environment.globals["lipsum"]

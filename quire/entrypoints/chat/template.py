@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from jinja2 import TemplateSyntaxError, meta, nodes
+from jinja2 import Environment, Template, TemplateSyntaxError, meta, nodes
 
 from quire.entrypoints.chat.call_arguments import forms_of, have_calls, with_argument_texts, with_call_ids
 from quire.entrypoints.chat.environment import TemplateRefusalError, make_environment
@@ -59,7 +59,9 @@ OWN_VARIABLES = frozenset(
         "eos_token",
     }
 )
+CHECKPOINTS = "the checkpoint's chat template"
 FOR_TOOLS = "tool_use"  # Name of a template for conversations with tools, which some models have.
+INSTEAD = "correct it, or name another one with --chat-template"
 PROBE = "quire probes the content format"
 SHOWN_PARTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "image": ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}}),
@@ -175,6 +177,7 @@ class ChatTemplate:
         for_tools: a separate template for conversations with tools, if the model has one.
         content_format: form of a message's content, "string" or "openai" (a list of parts); "auto" probes both.
         media: texts of a model that takes media; None if it takes text only.
+        origin: the template's name in messages, by the file or option that it is from.
 
     Raises:
         ConfigError: the template is invalid.
@@ -191,16 +194,11 @@ class ChatTemplate:
         for_tools: ChatTemplate | None = None,
         content_format: str = "auto",
         media: MediaTexts | None = None,
+        origin: str = "the chat template",
     ) -> None:
         environment = make_environment()
-        try:
-            self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise ConfigError(
-                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
-            ) from None
-        except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
-            raise ConfigError(f"the chat template cannot be compiled: {type(error).__name__}") from error
+        self._origin = origin
+        self._template = _compiled(environment, source, origin)
         self.source = source
         tree = environment.parse(source)
         self._aliases = {} if _says(tree, "developer") else ROLE_ALIASES
@@ -276,8 +274,9 @@ class ChatTemplate:
         """
         named = tokenizer.chat_templates
         source = named.get("default" if override is None else str(override))
+        origin = CHECKPOINTS if override is None else f"{CHECKPOINTS} {str(override)!r:.60}"
         if source is None and override is not None:
-            source = read_template(override, named)
+            source, origin = read_template(override, named), "the chat template of --chat-template"
         if source is None:
             raise ValidationError(
                 "the model has no chat template; start the server with --chat-template", param="messages"
@@ -291,8 +290,9 @@ class ChatTemplate:
             "media": media,
         }
         with_tools = named.get(FOR_TOOLS) if override is None else None
-        for_tools = None if with_tools is None else ChatTemplate(with_tools, **facts)
-        return ChatTemplate(source, **facts, for_tools=for_tools)
+        name = f"{CHECKPOINTS} {FOR_TOOLS!r}"
+        for_tools = None if with_tools is None else ChatTemplate(with_tools, **facts, origin=name)
+        return ChatTemplate(source, **facts, for_tools=for_tools, origin=origin)
 
     def check_defaults(self, options: Mapping[str, Any]) -> None:
         """Raise ConfigError unless the template reads all these options."""
@@ -504,7 +504,7 @@ class ChatTemplate:
         except Exception as error:  # untrusted template code may raise anything
             # The error's text and arguments are omitted: they may quote the messages.
             logger.warning(
-                "the chat template failed with %s at its line %s", type(error).__name__, _line_of(error)
+                "%s failed with %s at its line %s", self._origin, type(error).__name__, _line_of(error)
             )
             raise TemplateFailureError(
                 "the chat template failed on these messages", param="messages"
@@ -559,17 +559,38 @@ def read_template(template: str | Path, names: Iterable[str] = ()) -> str:
     """Return the text of a template given as a file name or as text.
 
     Raises:
-        ConfigError: it looks like the name of a file that does not exist.
+        ConfigError: it looks like the name of a file that does not exist, or the file is not valid Jinja.
     """
     text = str(template)
     if "{" in text or "\n" in text:
         return text
     try:
-        return read_text(Path(text))
+        source = read_text(Path(text))
     except ModelLoadError as error:
         raise ConfigError(
             f"--chat-template {text} is neither a readable file nor template text{_known(names)}: {error}"
         ) from None
+    _compiled(make_environment(), source, f"--chat-template {text}")  # names the file, unlike a later error
+    return source
+
+
+def _compiled(environment: Environment, source: str, origin: str) -> Template:
+    """Compile a template.
+
+    Args:
+        origin: its name in messages.
+
+    Raises:
+        ConfigError: it is invalid.
+    """
+    try:
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"{origin} is not valid Jinja: line {error.lineno}: {error.message}; {INSTEAD}"
+        ) from None
+    except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"{origin} cannot be compiled: {type(error).__name__}; {INSTEAD}") from error
 
 
 def _line_of(error: BaseException) -> int | str:

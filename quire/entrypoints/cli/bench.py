@@ -22,10 +22,13 @@ from quire.bench.backends import BACKENDS, Backend
 from quire.bench.workload import random_prompts
 from quire.entrypoints.cli.chat import bearer_token
 from quire.entrypoints.cli.client import ServerClient
-from quire.entrypoints.cli.options import EngineCommand, HumanInt, Rate, engine_config
+from quire.entrypoints.cli.options import EngineCommand, HumanInt, Rate, TranslatedCommand, engine_config
 from quire.errors import ConfigError
+from quire.vllm_names.bench_options import BENCH_OPTIONS
+from quire.vllm_names.command_line import FLAGS
 
 REQUEST_TIMEOUT_S = 3600.0
+ENGINE_FLAGS = {**BENCH_OPTIONS, **FLAGS}
 
 COUNT = HumanInt(minimum=1)
 COUNT_OR_ZERO = HumanInt(minimum=0)
@@ -43,7 +46,7 @@ def _json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return option(command)
 
 
-@bench.command(cls=EngineCommand)
+@bench.command(cls=EngineCommand, vllm_flags=ENGINE_FLAGS)
 @click.option(
     "--backend", type=click.Choice(list(BACKENDS)), default="quire", show_default=True, help="Engine."
 )
@@ -89,7 +92,7 @@ def throughput(
         _report(result.lines(), result.as_json(), json_file)
 
 
-@bench.command(cls=EngineCommand)
+@bench.command(cls=EngineCommand, vllm_flags=ENGINE_FLAGS)
 @click.option("--input-len", type=COUNT, default=32, show_default=True, help="Random tokens per prompt.")
 @click.option("--output-len", type=COUNT, default=128, show_default=True, help="Tokens generated per prompt.")
 @click.option("--batch-size", type=COUNT, default=8, show_default=True, help="Prompts per batch.")
@@ -116,7 +119,7 @@ def latency(
     _report(result.lines(), result.as_json(), json_file)
 
 
-@bench.command(cls=EngineCommand)
+@bench.command(cls=EngineCommand, vllm_flags=ENGINE_FLAGS)
 @click.option("--input-len", type=COUNT, default=32, show_default=True, help="Random tokens per prompt.")
 @click.option("--output-len", type=COUNT, default=64, show_default=True, help="Tokens generated per prompt.")
 @click.option("--batch-size", type=COUNT, default=1, show_default=True, help="Prompts per batch.")
@@ -156,7 +159,7 @@ def speculation(
     _report(result.lines(), result.as_json(), json_file)
 
 
-@bench.command(cls=EngineCommand)
+@bench.command(cls=EngineCommand, vllm_flags=ENGINE_FLAGS)
 @click.option(
     "--num-iters-warmup", type=COUNT_OR_ZERO, default=1, show_default=True, help="Starts before timing."
 )
@@ -168,7 +171,7 @@ def startup(num_iters_warmup: int, num_iters: int, json_file: str | None, **para
     _report(result.lines(), result.as_json(), json_file)
 
 
-@bench.command()
+@bench.command(cls=TranslatedCommand, vllm_flags=BENCH_OPTIONS)
 @click.option(
     "--base-url", help="Server to load, such as http://localhost:8000; instead of --host and --port."
 )

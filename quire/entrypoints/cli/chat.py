@@ -13,7 +13,13 @@ from typing import Any, Protocol
 
 import click
 
-from quire.entrypoints.cli.client import AnswerPrinter, Event, ServerClient, carries_tokens
+from quire.entrypoints.cli.client import (
+    AnswerPrinter,
+    Event,
+    ServerClient,
+    carries_tokens,
+    enable_line_editing,
+)
 from quire.entrypoints.cli.options import HumanInt, constraint_options, structured_outputs
 from quire.entrypoints.cli.run import LocalTools, find_functions
 from quire.errors import EngineError, NotFoundError, QuireError
@@ -125,18 +131,24 @@ async def first_model(client: ServerClient, path: str = "/models") -> str:
 
 
 def each_line(prompt: str, answer: Callable[[str], None]) -> None:
-    """AnswerDisplay each input line until end of input; a failed answer does not end the loop."""
+    """Answer each input line until end of input; an answer that fails, or that Ctrl-C ends, does not end the loop."""
+    enable_line_editing()
     while True:
         try:
             line = input(prompt)
         except EOFError:
             click.echo()
             return
+        except KeyboardInterrupt:
+            click.echo("\nCtrl-D ends the chat", err=True)
+            continue
         if line.strip():
             try:
                 answer(line)
             except QuireError as error:
                 click.echo(f"error: {error}", err=True)
+            except KeyboardInterrupt:
+                click.echo("\ninterrupted; the message is not kept", err=True)
 
 
 class PrintedText:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +24,15 @@ from quire.version import __version__
 
 LINE_LIMIT = 2**22  # Longest header or event line in bytes; events with logprobs of many tokens are long.
 Event = dict[str, Any]
+
+
+def enable_line_editing() -> None:
+    """Give `input` a history and the editing of lines on a terminal, where this Python has readline."""
+    if (
+        sys.stdin is not None and sys.stdin.isatty()
+    ):  # elsewhere readline may write a control sequence to stdout
+        with suppress(ImportError):
+            import readline  # noqa: F401
 
 
 class AnswerPrinter:

@@ -32,7 +32,7 @@ from quire.logging_setup import configure_logging
 from quire.vllm_names.command_line import FLAGS, OwnFlag, translated_arguments
 from quire.vllm_names.environment import adopt_environment
 from quire.vllm_names.option_values import translated_values
-from quire.vllm_names.row import Takes, nearest, suggestion, translated
+from quire.vllm_names.row import Table, Takes, nearest, suggestion, translated
 
 _CONFIG_FILE = "quire.config_file"  # Key of the context's `meta`.
 
@@ -249,14 +249,16 @@ COMMON = (
 """Fields whose flags come first in `--help`, in this order."""
 
 
-class EngineCommand(click.Command):
-    """Command with `--config FILE` and a flag for each field of the engine's configs and `more_configs`."""
+class TranslatedCommand(click.Command):
+    """Command that reads vLLM's flags beside its own.
 
-    def __init__(self, *args: Any, more_configs: tuple[type[Config], ...] = (), **kwargs: Any) -> None:
+    Args:
+        vllm_flags: rows of vLLM's flags.
+    """
+
+    def __init__(self, *args: Any, vllm_flags: Table, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.params.append(config_file_option())
-        for owner in (*child_configs().values(), *more_configs):
-            self.params.extend(options_of(owner))
+        self.vllm_flags = vllm_flags
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse flags, those of vLLM included."""
@@ -269,7 +271,7 @@ class EngineCommand(click.Command):
         arguments = [param.name for param in self.params if isinstance(param, click.Argument)]
         has_argument = "--model" in args if set(arguments) <= {"model_argument"} else None
         try:
-            args = translated_arguments(args, own, has_argument=has_argument)
+            args = translated_arguments(args, own, table=self.vllm_flags, has_argument=has_argument)
         except ConfigError as error:
             raise click.UsageError(str(error), ctx) from None
         try:
@@ -278,6 +280,22 @@ class EngineCommand(click.Command):
             raise without_far_suggestions(error, own) from None
         except click.BadParameter as error:
             raise _with_source(error, ctx) from None
+
+
+class EngineCommand(TranslatedCommand):
+    """Command with `--config FILE` and a flag for each field of the engine's configs and `more_configs`."""
+
+    def __init__(
+        self,
+        *args: Any,
+        more_configs: tuple[type[Config], ...] = (),
+        vllm_flags: Table = FLAGS,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, vllm_flags=vllm_flags, **kwargs)
+        self.params.append(config_file_option())
+        for owner in (*child_configs().values(), *more_configs):
+            self.params.extend(options_of(owner))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Configure logging by the command's flags, and run it."""

@@ -8,7 +8,6 @@ function becomes the text of a result, which the model reads.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import importlib
 import importlib.util
@@ -27,7 +26,8 @@ from typing import Any, Literal
 
 import click
 
-from quire.config import BUNDLED_MODELS, DEMO_VISION
+from quire.config import BUNDLED_MODELS, DEMO_MODEL, DEMO_VISION
+from quire.entrypoints.cli.client import enable_line_editing
 from quire.entrypoints.cli.options import (
     EngineCommand,
     HumanInt,
@@ -35,9 +35,17 @@ from quire.entrypoints.cli.options import (
     engine_config,
     structured_outputs,
 )
-from quire.entrypoints.cli.run_chat import AnswerPrinting, Asked, ChatSession, MediaFile, user_message
+from quire.entrypoints.cli.run_chat import (
+    MEDIA_KINDS,
+    AnswerPrinting,
+    Asked,
+    ChatSession,
+    MediaFile,
+    user_message,
+)
 from quire.errors import ConfigError, ValidationError
 from quire.torch_import import hastened_import
+from quire.vllm_names.row import nearest
 
 SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 SECTION = re.compile(
@@ -49,9 +57,11 @@ Schema = dict[str, Any]
 Function = Callable[..., Any]
 DENIED = "The user does not want this to be run."
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos")
-MEDIA_KINDS = ("image", "video", "audio")
 PROMPT_TOKENS, CHAT_TOKENS = 256, 2048  # Most tokens of an answer, unless given.
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+PATH_STARTS = ("./", "../", "/", "~/")
+SHORT_NAME = re.compile(r"[A-Za-z][\w.-]*(:[\w.-]+|\d[\w.-]*)")
+"""Names such as gpt2, and Ollama's, such as llama3.2:1b, about which the model's error says more."""
 
 
 def _media_option(kind: str, help_text: str) -> Callable[[Function], Function]:
@@ -282,9 +292,9 @@ def run(words: tuple[str, ...], system_prompt: str | None, raw: bool, **params: 
     """Answer PROMPT with MODEL and end; without PROMPT, chat on a terminal, or answer standard input.
 
     MODEL is a directory, a GGUF file or a Hugging Face id, and may be given by --model as well; without one, a toy in
-    the box answers, with --image the one that sees. One word that names a model is no prompt. A PROMPT of `-` is
-    standard input. A model with a chat template gets the prompt as a user's message. Sampling flags that are not given
-    follow the model's generation config; `--seed` makes the draw reproducible.
+    the box answers, with --image the one that sees. One word that looks like a model's name or path is no prompt. A
+    PROMPT of `-` is standard input. A model with a chat template gets the prompt as a user's message. Sampling flags
+    that are not given follow the model's generation config; `--seed` makes the draw reproducible.
     """
     if raw and system_prompt:
         raise click.UsageError("--system-prompt needs a chat template; drop --raw")
@@ -295,6 +305,10 @@ def run(words: tuple[str, ...], system_prompt: str | None, raw: bool, **params: 
     params["model"], prompt = model_and_prompt(words, params["model"])
     if params["model"] is None and any(kind == "image" for kind, _ in files):
         params["model"] = DEMO_VISION
+    if params["model"] is None and len(words) == 1 and words[0].isalpha() and sys.stderr.isatty():
+        click.echo(
+            f"{words[0]!r} is the prompt; a model is named before it, and {DEMO_MODEL} answers", err=True
+        )
     is_chat = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if is_chat and raw:
         raise click.UsageError("--raw needs a PROMPT")
@@ -359,10 +373,24 @@ def model_and_prompt(words: Sequence[str], model: str | None) -> tuple[str | Non
 
 
 def names_model(word: str) -> bool:
-    """Return whether an argument names a model rather than being a prompt."""
-    # `os.path.isfile`, because a prompt may be longer than any file's name.
-    is_file = word.endswith(".gguf") or os.path.isfile(os.path.join(word, "config.json"))
-    return word in BUNDLED_MODELS or is_file or HUB_ID.fullmatch(word) is not None
+    """Return whether an argument names a model, be it one that does not exist, rather than being a prompt."""
+    if word in BUNDLED_MODELS or word.endswith(".gguf") or HUB_ID.fullmatch(word):
+        return True
+    if any(map(str.isspace, word)):
+        return _holds_model(word)
+    is_near = nearest(word, BUNDLED_MODELS) is not None
+    return (
+        word.startswith(PATH_STARTS)
+        or SHORT_NAME.fullmatch(word) is not None
+        or is_near
+        or _holds_model(word)
+    )
+
+
+def _holds_model(word: str) -> bool:
+    """Return whether a directory holds a model; a prompt may be longer than the name of any."""
+    has_config = os.path.isfile(os.path.join(word, "config.json"))
+    return has_config or (os.path.isdir(word) and any(Path(word).glob("*.gguf")))
 
 
 def _asked(
@@ -379,7 +407,6 @@ def _chat(
 ) -> None:
     if not printing.has_chat:
         raise ValidationError("the model has no chat template; give a PROMPT to continue")
-    with contextlib.suppress(ImportError):  # without it, lines have no history and no editing
-        import readline  # noqa: F401
+    enable_line_editing()
     click.echo("Type a message; /help lists the commands, Ctrl-D ends.", err=True)
     ChatSession(printing, system_prompt, given, files).run()

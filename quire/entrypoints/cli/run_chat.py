@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,6 +35,7 @@ FENCE = '"""'  # Opens and closes a message of several lines.
 HELP = f"""\
 /set NAME VALUE   set a sampling parameter, or `system` for the system prompt; /set alone shows all
 /unset NAME       return to the model's own value
+/image PATH       show an image with the next message; /video and /audio likewise
 /clear            forget the conversation
 /help             show this
 /bye              leave, as Ctrl-D does
@@ -103,13 +106,14 @@ class AnswerPrinting:
         request_id = next(self._ids)
         reader = asked.formats.reader(asked.end, None) if asked.formats is not None else PlainReader()
         shown = _Shown(AnswerPrinter())
-        self._engine.add_request(request_id, asked.prompt, self._sampling_params(asked, given))
         was_cut = False
         try:
+            self._engine.add_request(request_id, asked.prompt, self._sampling_params(asked, given))
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
-                    shown.add(reader.feed("".join(completion.text for completion in output.outputs)))
-                    was_cut = any(completion.was_cut for completion in output.outputs)
+                    if output.request_id == request_id:  # not the rest of one that two interrupts have ended
+                        shown.add(reader.feed("".join(completion.text for completion in output.outputs)))
+                        was_cut = any(completion.was_cut for completion in output.outputs)
         except KeyboardInterrupt:
             was_cut = True
             self._engine.abort_request(request_id)
@@ -142,7 +146,8 @@ class _Shown:
 
 
 MediaFile = tuple[str, str]
-"""Kind of media ("image", "video", "audio") and path."""
+"""Kind of media (of `MEDIA_KINDS`) and path."""
+MEDIA_KINDS = ("image", "video", "audio")
 
 
 def user_message(text: str, files: Sequence[MediaFile]) -> ChatMessage:
@@ -185,7 +190,8 @@ class ChatSession:
         files: Sequence[MediaFile] = (),
     ) -> None:
         self._printing = printing
-        self._files = files
+        self._given_files = files
+        self._files = [*files]  # of the next message
         self._system_prompt = system_prompt
         self._given = dict(given)
         self.messages: list[ChatMessage] = []
@@ -214,17 +220,23 @@ class ChatSession:
                 self.turn(text)
         except QuireError as error:
             click.echo(f"error: {error}", err=True)
+        except KeyboardInterrupt:  # before the answer began, or again while it ended
+            click.echo("\ninterrupted; the message is not kept", err=True)
 
     def turn(self, text: str) -> None:
         """Answer a message, and keep both."""
-        messages = [*self.messages, user_message(text, () if self.messages else self._files)]
+        files, self._files = self._files, []  # a file that the model cannot use fails this message only
+        messages = [*self.messages, user_message(text, files)]
         system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
         said = self._printing.answer(self._printing.ask([*system, *messages]), self._given)
         self.messages = [*messages, {"role": "assistant", "content": said}]
 
     def _command(self, text: str) -> None:
         name, _, rest = text.partition(" ")
-        commands = {"/set": self._set, "/unset": self._unset, "/clear": self._clear, "/help": self._help}
+        shows = {f"/{kind}": partial(self._show, kind) for kind in MEDIA_KINDS}
+        commands = {
+            "/set": self._set, "/unset": self._unset, **shows, "/clear": self._clear, "/help": self._help
+        }  # fmt: skip
         if name not in commands:
             known = suggestion(name, commands) or f"; there are {', '.join((*commands, '/bye'))}"
             raise ValidationError(f"no command {name!r}{known}")
@@ -259,8 +271,14 @@ class ChatSession:
         elif self._given.pop(name, None) is None:
             raise ValidationError(f"{name!r} is not set")
 
+    def _show(self, kind: str, path: str) -> None:
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise ValidationError(f"/{kind} needs the path of a file, got {path!r}")
+        self._files.append((kind, str(file.resolve())))
+
     def _clear(self, _: str) -> None:
-        self.messages = []
+        self.messages, self._files = [], [*self._given_files]
 
     def _help(self, _: str) -> None:
         click.echo(HELP, nl=False, err=True)

@@ -3,14 +3,13 @@
 loop.
 
 Invariant: one `ServerState` per app; `draining` only changes from False to True. Neither the caller nor process exit
-waits longer than a bounded thread's limit. A function that exceeds it is interrupted at its next bytecode, so that even
-a template's endless loop ends. Idle threads are reused, since starting one would block the event loop.
+waits longer than a bounded thread's limit. A template that exceeds it ends at its next operation (see
+`RenderingThread`). Idle threads are reused, since starting one would block the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import logging
 import math
@@ -26,6 +25,7 @@ from starlette.requests import Request
 
 from quire.adapters import AdapterRequest, adapter_error
 from quire.config import ServerConfig
+from quire.entrypoints.chat.environment import RenderingThread, TimeIsUpError
 from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.media import MediaGate
 from quire.entrypoints.chat.messages import MediaTexts
@@ -47,16 +47,12 @@ T = TypeVar("T")
 MAX_THREADS = 8
 LIMIT_S = 30.0
 MAX_RETRY_S = 60
-AGAIN_S = 0.5  # Interval of interruptions: one that arrives while Python finalizes an object is lost.
-
-
-class TimeIsUpError(BaseException):
-    """Raised asynchronously in a thread to interrupt it; not an `Exception`, so that foreign code does not catch it."""
 
 
 class BoundedThreads:
     """Runs functions in a limited number of threads, each for at most `limit_s` seconds.
 
+    A function beyond its limit is abandoned; what it may do then without end is to render a template, which stops.
     `asyncio.to_thread` cannot be used: the loop's shutdown and process exit wait for its threads.
     """
 
@@ -91,7 +87,7 @@ def _dismiss(workers: list[_Worker]) -> None:
         worker.end()
 
 
-class _Worker:
+class _Worker(RenderingThread):
     """Thread that runs one function at a time and puts results into futures, until it is interrupted.
 
     While idle it holds no reference to the event loop: the loop's signal handlers refer to the owner of all threads,
@@ -99,34 +95,29 @@ class _Worker:
     """
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+        super().__init__(name="quire-bounded", daemon=True)
         self._lock = threading.Lock()
         self._works = False
         self._work: SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="quire-bounded", daemon=True)
 
     def begin(self, result: asyncio.Future[T], function: Callable[[], T]) -> None:
         """Run this function; the previous one has returned."""
-        self._loop = result.get_loop()
         self._works = True
         self._work.put((result, function))
-        if self._thread.ident is None:
-            self._thread.start()
+        if self.ident is None:
+            self.start()
 
     def interrupt(self) -> bool:
-        """Stop waiting. Return True if the function has returned; otherwise the thread is interrupted and ends."""
+        """Stop waiting. Return True if the function has returned; otherwise the thread ends with it, if not before."""
         with self._lock:
-            if self._works and self._thread.is_alive() and self._loop is not None:
-                number, error = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(TimeIsUpError)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
-                self._loop.call_later(AGAIN_S, self.interrupt)
+            self.is_interrupted = self._works
             return not self._works
 
     def end(self) -> None:
         """End the thread once it is idle."""
         self._work.put(None)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             while self._do_next():
                 pass
@@ -138,7 +129,7 @@ class _Worker:
         work = self._work.get()
         if work is not None:
             self._do(*work)
-        return work is not None
+        return work is not None and not self.is_interrupted
 
     def _do(self, result: asyncio.Future[T], function: Callable[[], T]) -> None:
         try:
@@ -151,9 +142,7 @@ class _Worker:
     def _hand_over(self, result: asyncio.Future[Any], set_outcome: Callable[[Any], None], value: Any) -> None:
         with self._lock:
             self._works = False
-            loop, self._loop = self._loop, None
-        assert loop is not None, "`begin` has set it"
-        loop.call_soon_threadsafe(_set_unless_done, result, set_outcome, value)
+        result.get_loop().call_soon_threadsafe(_set_unless_done, result, set_outcome, value)
 
 
 def _set_unless_done(result: asyncio.Future[Any], set_outcome: Callable[[Any], None], value: Any) -> None:

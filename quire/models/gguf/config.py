@@ -172,6 +172,7 @@ def _as_stored(arch: ModelArch, model: GgufModel, row: GgufArchitecture) -> Mode
     rope = arch.rope and replace(arch.rope, interleaved=row.interleaved)
     return replace(
         arch,
+        model_type=model.architecture,
         names=names,
         experts=experts,
         delta=delta,

@@ -17,6 +17,7 @@ from tests.fixtures.folded import folded
 GROWING = (
     "{{% set ns = namespace(x={0}) %}}{{% for i in range(100000) %}}{{% set ns.x = {1} %}}{{% endfor %}}{2}"
 )
+MANY = "{% set long = 'x' * 30000000 %}{% set many = [long ~ 'z'] * 400000 %}"
 BIG = "{% set big = 'a' * 4000000 %}"
 NASTY = [
     "{{ 9 ** 9 ** 999 }}",
@@ -81,6 +82,12 @@ NASTY = [
     "{{ (('f' * 4000000) | int(base=16)) // (('f' * 2000000) | int(base=16)) }}",
     "{{ (('f' * 4000000) | int(base=16)) % (('f' * 2000000) | int(base=16)) }}",
     "{{ lipsum(n=10 ** 9) }}",
+    MANY + "{{ (long ~ 'y') in many }}",
+    MANY + "{{ many == ([long ~ 'y'] * 400000) }}",
+    MANY + "{{ (long ~ 'y') is in(many) }}{{ long is eq(many) }}",
+    MANY + "{{ many | unique | list }}",
+    MANY + "{{ many | sort | length }}",
+    "{{ ([[0] * 250000] * 250000) | map('list') | list | length }}",
 ]
 LOOPS = [
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
@@ -163,6 +170,12 @@ def test_common_template_code_renders_in_the_sandbox(source: str, text: str) -> 
         "{{ 'aXbXc' | replace('X', 'y') }}{{ 'aXbXc' | replace('X', 'y', 1) }}{{ 121 | replace('1', 'z') }}",
         "{{ 'aXbXc'.replace('X', 'yy', 1) }}{{ ','.join(['a', 'b']) }}{{ 'a,b'.split(',') }}{{ 'a\tb'.expandtabs(4) }}",
         "{{ [[1], [2]] | sum(start=[]) }}{{ [] | sum }}",
+        "{{ [3, 1, 2] | sort(reverse=true) }}{{ 'bAa' | unique | list }}{{ [2, 1] | min }}{{ 'ab' | max }}",
+        "{% for k, v in [{'a': 1}, {'a': 2}] | groupby('a') %}{{ k }}{{ v }}{% endfor %}",
+        "{{ {'b': 1} | dictsort(by='value') }}{{ 1 is lt 2 }}{{ [] | min }}",
+        "{{ 1 < 2 < 3 }}{{ [1] == [1] }}{{ 'a' in {'a': 1} }}{{ 2 not in (1, 2) }}{{ 1 is in [1] }}{{ missing == '' }}",
+        "{{ [1, 2] | select('in', [2]) | list }}{{ [1, 2] | reject('eq', 2) | list }}{{ [1, 2] is eq [1, 2] }}",
+        "{{ [{'a': 1}] | selectattr('a', '==', 1) | list }}{{ ['a'] | map('upper') | list }}{{ 'ab' | list | length }}",
         "{{ range(5) | batch(2) | list }}{{ range(5) | batch(2, 'x') | list }}{{ range(7) | slice(3) | list }}",
         "{{ range(7) | slice(3, 'x') | list }}{{ (1, 2) }}{{ {'a': [1, {'b': 2}]} }}{{ [] + [1] }}{{ 'a' + 'b' }}",
         "{{ '{} {:>5} {a}'.format(1, 'x', a=2) }}{{ '{a}'.format_map({'a': 3}) }}",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,24 @@ def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_syntax_error_names_the_line() -> None:
     with pytest.raises(ConfigError, match="line 2"):
         ChatTemplate("\n{% if %}")
+
+
+def test_invalid_template_is_named_by_its_origin(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{{ messages")
+    tokenizer = model_with(default="{% for %}", rag="{{ x", tool_use="{% endif %}")
+    for override, name in (
+        (None, "the checkpoint's chat template 'tool_use'"),
+        ("rag", "the checkpoint's chat template 'rag'"),
+        (broken, f"--chat-template {broken}"),
+        ("{{", "the chat template of --chat-template"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"^{re.escape(name)} is not valid Jinja: line 1: .*; correct it"
+        ):
+            ChatTemplate.from_tokenizer(tokenizer, override)
+    with pytest.raises(ConfigError, match=r"^the checkpoint's chat template is not valid Jinja"):
+        ChatTemplate.from_tokenizer(model_with(default="{% for %}"))
 
 
 def test_options() -> None:

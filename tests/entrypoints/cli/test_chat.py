@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.entrypoints.cli.chat import StreamTimings
+from quire.entrypoints.cli.chat import ChatMessagePrinter, StreamTimings
 from quire.entrypoints.cli.main import main
 from quire.entrypoints.cli.run import DENIED
 from tests.fixtures.fake_server import FakeServer, chat_events, completion_events, event_stream, json_answer
@@ -31,15 +31,15 @@ def server() -> Iterator[FakeServer]:
         yield running
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    """Let `input` return these lines and then end."""
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    """Let `input` return these lines, raise what is an exception, and then end."""
     remaining = iter(lines)
 
     def read(prompt: str) -> str:
-        try:
-            return next(remaining)
-        except StopIteration:
-            raise EOFError from None
+        line = next(remaining, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
 
     monkeypatch.setattr(builtins, "input", read)
 
@@ -93,6 +93,25 @@ def test_failed_turn_is_said_and_forgotten(
     assert [message["content"] for message in server.bodies("/v1/chat/completions")[1]["messages"]] == [
         "fine"
     ]
+
+
+def test_interrupt_ends_the_turn_only(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def take(printer: ChatMessagePrinter, event: Any) -> None:
+        monkeypatch.undo()
+        typed(monkeypatch, KeyboardInterrupt, "fine")
+        raise KeyboardInterrupt
+
+    typed(monkeypatch, "long")
+    monkeypatch.setattr(ChatMessagePrinter, "take", take)
+    assert run(server, "chat", "--model-name", "second") == 0
+    captured = capsys.readouterr()
+    assert "interrupted; the message is not kept" in captured.err
+    assert "Ctrl-D ends the chat" in captured.err
+    assert captured.out == "say fine\n\n"
+    contents = [message["content"] for message in server.bodies("/v1/chat/completions")[-1]["messages"]]
+    assert contents == ["fine"]
 
 
 def test_complete(

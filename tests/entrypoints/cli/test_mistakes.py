@@ -50,6 +50,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (weights,) = (root / "truncated").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:100_000])
     (root / "junk.gguf").write_bytes(b"junk" * 100)
+    (root / "broken.jinja").write_text("{{ messages }}\n{% for %}")
     (root / "syntax.yaml").write_text("port: [1\n x")
     (root / "unknown.yaml").write_text("prot: 1\n")
     (root / "value.yaml").write_text("port: eight\n")
@@ -97,6 +98,7 @@ MISTAKES = (
     ("serve --tool-call-parser hermess", 2, "got 'hermess'; did you mean 'hermes'?"),
     ("serve --reasoning-parser qwen4", 2, "got 'qwen4'; did you mean 'qwen3'?"),
     ("serve --chat-template ./none.jinja", 2, "--chat-template ./none.jinja is neither a readable file nor template"),
+    ("serve --chat-template ./broken.jinja", 2, "--chat-template ./broken.jinja is not valid Jinja: line 2: "),
     ("serve --lora-modules a=./none", 2, "--lora-modules needs --enable-lora"),
     ("serve --enable-lora --lora-modules a=./none", 2, "--lora-modules: adapter 'a': there is no file "),
     ("serve --port 0 --otlp-traces-endpoint localhost:4317", 2, "must be a URL, such as http://localhost:4318/v1/tra"),

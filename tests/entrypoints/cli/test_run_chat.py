@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +100,7 @@ def test_commands_set_clear_and_help(chat: ChatSession, llm: LLM, capsys: pytest
         ("/unset top_p", "'top_p' is not set"),
         ("/clera", "no command '/clera'; did you mean '/clear'?"),
         ("/helpp", "no command '/helpp'; did you mean '/help'?"),
+        ("/image none.png", "/image needs the path of a file, got 'none.png'"),
         ("word " * 2000, "maximum context length is 512"),
     ],
 )
@@ -134,6 +136,54 @@ def test_interrupt_ends_the_answer_only(
     assert "Paris" not in cut
     assert captured.out == f"{cut}\n{whole}\n\n"
     assert not engine.has_unfinished_requests()
+
+
+def test_interrupt_outside_of_steps_ends_the_message_only(
+    engine: LLMEngine, chat: ChatSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, add = engine.step, engine.add_request
+
+    def interrupted(*args: Any) -> str:
+        add(*args)
+        monkeypatch.setattr(engine, "step", interrupted_again)
+        raise KeyboardInterrupt
+
+    def interrupted_again() -> list[Any]:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "add_request", interrupted)
+    chat.run(typed("Count to ten.", QUESTION))
+    captured = capsys.readouterr()
+    assert "interrupted; the message is not kept" in captured.err
+    assert [message["content"] for message in chat.messages] == [QUESTION, captured.out.strip()]
+    assert engine.step == step
+    assert not engine.has_unfinished_requests()
+
+
+class Recorded:
+    """Printing that keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def ask(self, messages: list[Any]) -> None:
+        self.asked.append(messages[-1]["content"])
+
+    def answer(self, asked: None, given: Any) -> str:
+        return "yes"
+
+
+def test_files_are_shown_with_one_message(tmp_path: Path) -> None:
+    typed_path = tmp_path / "a b.png"
+    typed_path.touch()
+    printing = Recorded()
+    session = ChatSession(printing, None, {}, [("image", "/given.png")])  # type: ignore[arg-type]
+    session.run(typed(f"/audio {typed_path}", "first", "second", "/clear", "third"))
+    first, second, third = printing.asked
+    assert [list(part.values())[1] for part in first] == ["/given.png", str(typed_path), "first"]
+    assert second == "second"
+    assert [list(part.values())[1] for part in third] == ["/given.png", "third"]
 
 
 @pytest.mark.parametrize(
@@ -173,6 +223,14 @@ def test_run_without_prompt_on_a_terminal_chats(
         (("org/model:Q4_K_M", "hello"), None, ("org/model:Q4_K_M", "hello")),
         (("x.gguf",), None, ("x.gguf", None)),
         (("is 3/4 more?",), None, (None, "is 3/4 more?")),
+        (("./none",), None, ("./none", None)),
+        (("/etc is what?",), None, (None, "/etc is what?")),
+        (("gpt2",), None, ("gpt2", None)),
+        (("llama3.2:1b",), None, ("llama3.2:1b", None)),
+        (("quire-dmo",), None, ("quire-dmo", None)),
+        (("10:30",), None, (None, "10:30")),
+        (("2+2",), None, (None, "2+2")),
+        (("a" * 9999,), None, (None, "a" * 9999)),
         ((), None, (None, None)),
         ((), "m", ("m", None)),
     ],
@@ -183,10 +241,12 @@ def test_words_are_model_and_prompt(
     assert model_and_prompt(words, flag) == expected
 
 
-def test_directory_with_a_config_names_a_model(tmp_path: Any) -> None:
-    assert not names_model(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    assert names_model(str(tmp_path))
+def test_directory_with_a_model_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, file in (("empty", "notes.txt"), ("one model", "config.json"), ("other", "model.gguf")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).touch()
+    assert [names_model(folder) for folder in ("empty", "one model", "other")] == [False, True, True]
 
 
 def test_too_many_words_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

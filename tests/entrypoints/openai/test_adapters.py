@@ -107,5 +107,5 @@ async def test_a_template_that_does_not_work_is_refused_at_load(directory: Path)
         body = {"lora_name": "pirate", "lora_path": str(directory)}
         reply = await client.post("/v1/load_lora_adapter", json=body)
         assert reply.status_code == 400
-        assert "adapter 'pirate': the chat template is not valid Jinja" in reply.text
+        assert "adapter 'pirate': the checkpoint's chat template is not valid Jinja" in reply.text
         assert len((await client.get("/v1/models")).json()["data"]) == 1

@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from quire.entrypoints.chat.environment import Budget, RenderingThread, TimeIsUpError, make_environment
 from quire.entrypoints.openai.state import MAX_THREADS, BoundedThreads
 from quire.processes import collect_garbage
 from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for
+from tests.fixtures.folded import folded
 
 LOOP = """{%- for message in messages %}{{ message.content }}{% if message.content == 'loop' %}
 {%- for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"""
@@ -46,8 +50,17 @@ async def until_all_ended() -> None:
 
 
 def for_ever() -> None:
+    """Do what a template does that never ends."""
+    budget = Budget()
     while True:
-        time.sleep(0)
+        budget.spend(0, "a turn")
+
+
+def for_ever_twice() -> None:
+    """Lose the first interruption, as in a finalizer, whose exceptions Python prints and drops."""
+    with contextlib.suppress(TimeIsUpError):
+        for_ever()
+    for_ever()
 
 
 async def test_results_and_errors_come_back() -> None:
@@ -80,13 +93,53 @@ class Argument:
     """Can be referred to weakly."""
 
 
-async def test_call_beyond_the_time_limit_is_interrupted() -> None:
+@pytest.mark.parametrize("function", [for_ever, for_ever_twice])
+async def test_call_beyond_the_time_limit_is_interrupted(function: Callable[[], None]) -> None:
     await until_all_ended()
     threads = BoundedThreads(limit_s=0.05)
     with pytest.raises(TimeoutError):
-        await threads.run(for_ever)
+        await threads.run(function)
     await until_all_ended()
     assert await threads.run(int, "7") == 7
+
+
+async def test_thread_that_returns_too_late_is_not_used_again() -> None:
+    await until_all_ended()
+    threads, may_end = BoundedThreads(limit_s=0.05), threading.Event()
+    with pytest.raises(TimeoutError):
+        await threads.run(may_end.wait)
+    may_end.set()
+    await until_all_ended()
+    assert await threads.run(int, "7") == 7
+
+
+OPERATIONS = (
+    "{% for i in x %}{% endfor %}",
+    "{{ x.count(1) }}",
+    "{{ x + x }}",
+    "{{ x | map('string') | list }}",
+    "{{ x | select('odd') | list }}",
+    "{{ x | rejectattr('real', 'odd') | list }}",
+    "{% macro one() %}{% endmacro %}{{ one() }}",
+)
+
+
+@folded("source", OPERATIONS)
+def test_operation_of_an_interrupted_thread_ends_it(source: str) -> None:
+    template, ends = make_environment().from_string(source), []
+
+    def render() -> None:
+        try:
+            ends.append(template.render(x=[1, 2]))
+        except TimeIsUpError as error:
+            ends.append(type(error).__name__)
+
+    for is_interrupted in (False, True):
+        thread = RenderingThread(target=render)
+        thread.is_interrupted = is_interrupted
+        thread.start()
+        thread.join()
+    assert ends[1] == "TimeIsUpError" != ends[0]
 
 
 async def test_abandoned_call_is_interrupted() -> None:

@@ -102,6 +102,7 @@ def test_packed_weights_are_kept_and_made_again_for_another_file(tmp_path: Path)
 def test_gguf_metadata_reaches_the_config(tmp_path: Path) -> None:
     path, _ = write_gguf("gemma3", tmp_path)
     arch = read_model_config(path, {})
+    assert arch.model_type == "gemma3"
     assert arch.layer_types == ("sliding_attention", "full_attention")
     assert arch.sliding_window == 8
     assert arch.rope is not None
