@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,11 @@ from quire.multimodal.processors.base import (
     Arrays,
     Placeholders,
     Prepared,
-    Processor,
     Size,
     request_errors,
     request_options,
 )
-from quire.multimodal.processors.files import ProcessorFiles
+from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
 from quire.multimodal.processors.pixels import (
     BICUBIC,
     PIXELS,
@@ -47,7 +45,7 @@ BUDGETS = (70, 140, 280, 560, 1120)
 _ZEROS, _ONES = (0.0,) * 3, (1.0,) * 3
 
 
-class Gemma4Processor(Processor):
+class Gemma4Processor(FilesProcessor):
     """Processor that keeps the proportions of an image."""
 
     OPTIONS = frozenset({BUDGET})
@@ -69,10 +67,6 @@ class Gemma4Processor(Processor):
         first, last = files.token("boi_token", "<|image>"), files.token("eoi_token", "<image|>")
         self.literals = (first, self.placeholder, last)
         self._text = f"{first}{self.placeholder}{last}"
-
-    @classmethod
-    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():
