@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM, set_seed
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.startup import prepare
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kv_cache.spec import KVCacheConfig, group_layers
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import KVCacheConfig
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM

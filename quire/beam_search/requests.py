@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from quire.adapters import AdapterRequest
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import AbortRequests, CoreRequest, EngineCoreRequest, add_message
@@ -25,9 +26,11 @@ from quire.engine.output_processor import OUTPUT_FAILED, Sink, position_of
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.request_owner import RequestOwner
 from quire.engine.tokenizer import Tokenizer
+from quire.errors import ValidationError
+from quire.kv_transfer_params import FIELD
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats
 from quire.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestStateStats
-from quire.sampling_params import BeamSearchParams
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.output import RequestUpdate, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -196,6 +199,43 @@ class BeamSearch:
         return best_open / math.pow(reach, params.length_penalty) > self.finished[-1].score
 
 
+def search_request(
+    processor: InputProcessor,
+    request_id: str,
+    prompt: TokenizedPrompt,
+    params: BeamSearchParams,
+    *,
+    priority: int = 0,
+    tenant: str = "",
+    adapter_request: AdapterRequest | None = None,
+) -> tuple[EngineCoreRequest, BeamSearchParams]:
+    """Return the template request of a search's beams, and its parameters, after all checks against the model.
+
+    Raises:
+        ValidationError: names the field, its value's problem and the limit.
+    """
+    mode, limit = processor.config.model.logprobs_mode, processor.config.model.max_logprobs
+    if mode.endswith("logits"):
+        raise ValidationError(f"a beam search adds up logprobs, and --logprobs-mode is {mode}")
+    if 0 <= limit < params.logprobs:
+        raise ValidationError(
+            f"logprobs is {params.logprobs}, the limit is {limit} (--max-logprobs)", param="logprobs"
+        )
+    if prompt.kv_transfer_params is not None:
+        raise ValidationError("a beam search cannot be transferred", param=FIELD)
+    plain = SamplingParams(
+        temperature=0.0, max_tokens=params.max_tokens, detokenize=False, extra_args=params.extra_args
+    )
+    (first,) = processor.process(
+        request_id, prompt, plain, priority=priority, tenant=tenant, adapter_request=adapter_request
+    )
+    max_tokens = first.sampling_params.max_tokens or params.max_tokens
+    if processor.encoder_prompts is not None:
+        params = processor.encoder_prompts.searched(prompt, params)
+    least = min(params.min_tokens, max_tokens)
+    return first, msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=least)
+
+
 class BeamSearches(RequestOwner):
     """Front-end state of all beam searches."""
 
@@ -222,7 +262,7 @@ class BeamSearches(RequestOwner):
         trace_headers: Mapping[str, str] | None = None,
     ) -> tuple[list[str], list[CoreRequest]]:
         """Validate and start a search; return all core ids its beams will use, and the messages to send."""
-        first, params = processor.process_beam_search(name, prompt, params, **terms)
+        first, params = search_request(processor, name, prompt, params, **terms)
         return self.add(label, prompt, first, params, sink, trace_headers)
 
     def add(

@@ -476,7 +476,9 @@ class ModelArch:
     quantization: CheckpointQuantization | None = None  # None if all weights are floats.
     part_of: Multimodal | None = None  # None if the checkpoint is only a language model.
 
-    block: str = "sequential"  # Structure of norms, attention and MLP: a key of `quire.models.blocks.BLOCKS`.
+    block: str = (
+        "sequential"  # Structure of norms, attention and MLP: a key of `quire.models.block_kinds.BLOCKS`.
+    )
     first_block: str | None = None  # Of the first layer, if it differs.
     # By kind in `layer_types`, if it differs.
     blocks: Mapping[str, str] = field(default_factory=lambda: {"mlp": "mlp"})
@@ -519,7 +521,7 @@ class ModelArch:
     qkv_clip: float | None = None
     # Each head's output is weighted by the sigmoid of a gate, stored with its query.
     attention_gate: bool = False
-    qk_norm: str | None = None  # Norm of q and k: a key of `quire.layers.norm.QK_NORMS`.
+    qk_norm: str | None = None  # Norm of q and k: a key of `quire.layers.head_norms.QK_NORMS`.
     v_norm: bool = False  # Values are normed per head, without weights.
     unnormed_layers: tuple[int, ...] = ()  # Layers without q and k norms all the same.
     # Token mixer per layer: a key of `quire.models.blocks.MIXERS`, or "mlp" for an MLP alone.

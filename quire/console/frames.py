@@ -18,7 +18,8 @@ from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.spec import NULL_BLOCK_ID
 from quire.scheduler.explain import Share
-from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats, StoreStats
+from quire.scheduler.feature_stats import StoreStats
+from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats
 from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan
 

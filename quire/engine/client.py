@@ -4,8 +4,7 @@
 Invariant of `CoreClient`: `send` never blocks; `receive` blocks and is called from one thread at a time; after `close`
 neither is called. A core that cannot start or dies surfaces as an exception from `receive`, and from each later one.
 
-The process that starts a core also ends it; a child that hangs is killed. `AttachedClient` neither starts nor
-ends its core; the owner reports its death (`leave`).
+The process that starts a core also ends it; a child that hangs is killed.
 
 `RemoteClient` uses ZeroMQ on a private directory of Unix sockets. Senders connect, receivers bind, so messages to a
 front end that is slow or gone block neither the core nor another front end. `send` and `receive` use a socket each, so
@@ -41,7 +40,6 @@ from quire.engine.core_progress import LoadingState, ProgressFile
 from quire.engine.messages import (
     NO_MESSAGE,
     WIRE_VERSION,
-    Attach,
     CoreFailed,
     CoreMessage,
     CoreReady,
@@ -96,8 +94,7 @@ class CoreClient(ABC):
 class HeldInterrupts:
     """Context that defers a KeyboardInterrupt to its end; a second one is raised at once.
 
-    No effect in other threads than the main one, inside another such context, and if the program handles SIGINT
-    itself.
+    No effect in other threads than the main one, inside another such context, and if the program handles SIGINT itself.
     """
 
     _is_active = False  # main thread only, so one per process
@@ -313,62 +310,6 @@ def check_version(ready: CoreReady) -> None:
             f"the engine core uses message version {ready.wire_version} and this process version {WIRE_VERSION}: "
             "is quire installed twice, or was it changed while this program ran?"
         )
-
-
-class AttachedClient(RemoteClient):
-    """Client of a core that another front end started.
-
-    Raises:
-        OSError, ZMQError: that core is gone already.
-    """
-
-    def __init__(self, config: EngineConfig, address: CoreAddress, front_end: int) -> None:
-        self._address = address
-        self._front_end = front_end
-        self._left = threading.Event()
-        super().__init__(config, Path(address.directory), front_end)
-
-    @property
-    def stalls(self) -> bool:
-        return self._left.is_set() or super().stalls
-
-    def leave(self) -> None:
-        """Mark the core as gone; `receive` reports it after the pending messages."""
-        self._left.set()
-
-    def close(self) -> None:
-        if not self._closed.is_set():
-            self._closed.set()
-            self._release()
-
-    def _open_progress(self, config: EngineConfig) -> ProgressFile:
-        return ProgressFile(self._directory / PROGRESS)
-
-    def _connect_core(self, config: EngineConfig) -> int:
-        self.send(Attach(self._front_end))
-        return self._address.pid
-
-    def _is_gone(self) -> bool:
-        return self._left.is_set()
-
-    def _why_gone(self) -> str:
-        return "its owner lost it"
-
-    def _on_hang(self, silent_s: float) -> None:
-        """No action; the owner detects the hang."""
-
-
-class PendingCoreClient(CoreClient):
-    """Placeholder for a core that is still to come: `receive` fails at once, so a replacement is awaited."""
-
-    def send(self, message: CoreRequest) -> None:
-        """Drop the message; unfinished work is sent to the next core."""
-
-    def receive(self) -> list[CoreMessage]:
-        raise EngineDeadError("there is no engine core yet")
-
-    def close(self) -> None:
-        pass
 
 
 CLOSE_TIMEOUT_S = 5.0

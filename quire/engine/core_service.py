@@ -30,8 +30,8 @@ from quire import private_directories
 from quire.config import EngineConfig
 from quire.engine.client import CONFIG, PROGRESS, REQUESTS, message_socket
 from quire.engine.core import EngineCore
+from quire.engine.core_ids import front_end_of_number, front_end_of_request
 from quire.engine.core_progress import ProgressFile
-from quire.engine.front_end import front_end_of_number, front_end_of_request
 from quire.engine.messages import (
     NO_MESSAGE,
     AbortRequests,

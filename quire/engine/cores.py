@@ -20,15 +20,8 @@ import zmq
 
 from quire import private_directories
 from quire.config import EngineConfig
-from quire.engine.client import (
-    AttachedClient,
-    CoreAddress,
-    CoreClient,
-    PendingCoreClient,
-    ProcessClient,
-    make_clients,
-    startup_errors,
-)
+from quire.engine.attached_client import AttachedClient, PendingCoreClient
+from quire.engine.client import CoreAddress, CoreClient, ProcessClient, make_clients, startup_errors
 from quire.engine.file_states import check_files, states_of
 from quire.engine.replicas.configs import replica_configs, with_meeting_directory
 from quire.engine.replicas.ray_replicas import RayReplicas

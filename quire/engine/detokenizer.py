@@ -78,11 +78,11 @@ class StopChecker:
             released, self._held = self._held + text, ""
             return released
         text = self._held + text
-        start, stop = _find_first(text, self._stop)
+        start, stop = find_first(text, self._stop)
         if start >= 0:
             self.matched, self._held = stop, ""
             return text[: start + len(stop)] if self._include else text[:start]
-        keep = _longest_possible_tail(text, self._stop)
+        keep = longest_possible_tail(text, self._stop)
         released, self._held = text[: len(text) - keep], text[len(text) - keep :]
         return released
 
@@ -92,98 +92,16 @@ class StopChecker:
         return released
 
 
-class SpecialStopChecker(StopChecker):
-    """Search for stop strings some of which contain special tokens that are left out of the text.
-
-    These are searched for in the text with its special tokens, all others in the visible text.
-
-    Args:
-        special: the strings of `stop` that contain special tokens.
-    """
-
-    def __init__(self, stop: Sequence[str], special: Sequence[str], *, include_in_output: bool) -> None:
-        super().__init__([text for text in stop if text not in special], include_in_output=include_in_output)
-        self._special = tuple(special)
-        self._is_shown: list[bool] = []  # by character of what is held
-
-    def push(self, text: str, hidden: str = "", *, armed: bool = True) -> str:
-        self._held += text + hidden
-        self._is_shown += [True] * len(text) + [False] * len(hidden)
-        if not armed:
-            return self._release(len(self._held))
-        shown = self._shown(len(self._held))
-        hits = [(start, stop) for start, stop in [_find_first(shown, self._stop)] if start >= 0]
-        place, stop = _find_first(self._held, self._special)
-        if place >= 0:
-            hits.append((len(self._shown(place)), stop))
-        if hits:
-            start, self.matched = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
-            self._held, self._is_shown = "", []
-            return shown[:start] + (self.matched if self._include else "")
-        keep = max(
-            _longest_possible_tail(self._held, self._special),
-            self._size_of_shown_tail(_longest_possible_tail(shown, self._stop)),
-        )
-        return self._release(len(self._held) - keep)
-
-    def flush(self) -> str:
-        return self._release(len(self._held))
-
-    def _shown(self, size: int) -> str:
-        return "".join(
-            char for char, is_shown in zip(self._held[:size], self._is_shown, strict=False) if is_shown
-        )
-
-    def _release(self, size: int) -> str:
-        released = self._shown(size)
-        self._held, self._is_shown = self._held[size:], self._is_shown[size:]
-        return released
-
-    def _size_of_shown_tail(self, count: int) -> int:
-        """Return the length of the shortest tail with `count` shown characters."""
-        size = 0
-        while count > 0:
-            size += 1
-            count -= self._is_shown[-size]
-        return size
-
-
-def _find_first(text: str, stops: Sequence[str]) -> tuple[int, str]:
+def find_first(text: str, stops: Sequence[str]) -> tuple[int, str]:
     """Return the first position of a stop string, and the longest one there; -1 without any."""
     hits = [(index, stop) for stop in stops if (index := text.find(stop)) >= 0]
     return min(hits, key=lambda hit: (hit[0], -len(hit[1])), default=(-1, ""))
 
 
-def _longest_possible_tail(text: str, stops: Sequence[str]) -> int:
+def longest_possible_tail(text: str, stops: Sequence[str]) -> int:
     """Return the size of the longest tail of a text that begins a stop string."""
     longest = min(max(map(len, stops), default=1) - 1, len(text))
     for size in range(longest, 0, -1):
         if any(stop.startswith(text[-size:]) for stop in stops):
             return size
     return 0
-
-
-def make_stop_checker(
-    tokenizer: Tokenizer | None, stop: Sequence[str], *, skip_special_tokens: bool, include_in_output: bool
-) -> StopChecker:
-    """Return a stop string checker for text that may leave special tokens out."""
-    if tokenizer is None or not skip_special_tokens or not stop:
-        return StopChecker(stop, include_in_output=include_in_output)
-    known: dict[str, bool] = tokenizer.cached("special_stops", lambda _: {})
-    if len(known) > _MAX_KNOWN_STOPS:
-        known.clear()
-    special = [text for text in stop if _has_special(tokenizer, text, known)]
-    if not special:
-        return StopChecker(stop, include_in_output=include_in_output)
-    return SpecialStopChecker(stop, special, include_in_output=include_in_output)
-
-
-_MAX_KNOWN_STOPS = 1024
-
-
-def _has_special(tokenizer: Tokenizer, text: str, known: dict[str, bool]) -> bool:
-    found = known.get(text)
-    if found is None:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        found = known[text] = not tokenizer.special_ids.isdisjoint(ids)
-    return found

@@ -15,7 +15,6 @@ attributed to the next request of the same label, and each message finds its fro
 from __future__ import annotations
 
 import heapq
-import itertools
 import logging
 import math
 import time
@@ -30,6 +29,7 @@ import msgspec
 from quire.adapters import AdapterContents, AdapterRequest
 from quire.config import EngineConfig
 from quire.engine.core_choice import make_core_choice
+from quire.engine.core_ids import numbers_of
 from quire.engine.file_states import check_files
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import (
@@ -39,7 +39,6 @@ from quire.engine.messages import (
     CoreRequest,
     EngineCoreOutputs,
     EngineCoreRequest,
-    UtilityCall,
     UtilityResult,
     add_message,
 )
@@ -49,14 +48,8 @@ from quire.engine.rank_checks import LAUNCHED
 from quire.engine.request_owner import request_owners
 from quire.engine.sleep_state import EngineSleepState
 from quire.engine.startup import load_tokenizer
-from quire.errors import (
-    ConflictError,
-    EngineError,
-    NotFoundError,
-    QuireError,
-    UnavailableError,
-    ValidationError,
-)
+from quire.engine.utility_calls import UtilityCalls
+from quire.errors import ConflictError, NotFoundError, QuireError, UnavailableError, ValidationError
 from quire.features import ADAPTER_CONTENTS, MEDIA_ADAPTERS
 from quire.kv_cache.hashing import extra_keys
 from quire.metrics.stats import STAT_LOGGERS, StatLoggerGroup
@@ -66,32 +59,9 @@ from quire.plugins import import_place
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.explain import Explanation
-from quire.scheduler.queues import NUM_REMEMBERED
+from quire.scheduler.wait_account import NUM_REMEMBERED
 
 logger = logging.getLogger(__name__)
-
-NUMBERS = 1 << 32  # Requests, or calls, numbered by one front end; the next front end's numbers follow.
-
-
-def numbers_of(front_end: int) -> Iterator[int]:
-    """Return the numbers of this front end, in order; the first front end's begin at 0."""
-    return itertools.count(front_end * NUMBERS)
-
-
-def front_end_of_number(number: int) -> int:
-    """Return the front end that gave a number."""
-    return number // NUMBERS
-
-
-def front_end_of_request(core_request_id: str) -> int:
-    """Return the front end of a sequence: its number is at the end of the id, before a fork's index.
-
-    An id that no front end has given counts as the first one's.
-    """
-    try:
-        return front_end_of_number(int(core_request_id.rpartition("-")[2].partition(".")[0], 16))
-    except ValueError:
-        return 0
 
 
 class CoreIds:
@@ -263,53 +233,6 @@ class InFlightRequests:
         while (deadline := self.next_deadline) is not None and deadline <= now:
             _, name = heapq.heappop(self._deadlines)
             yield self._by_name[name].core_ids
-
-
-@dataclass(frozen=True)
-class _CoreCall:
-    core: int
-    message: UtilityCall
-    answer: Future[Any]
-
-
-class UtilityCalls:
-    """Utility calls by number, each with the future of its answer; cancelled futures are ignored."""
-
-    def __init__(self, front_end: int = 0) -> None:
-        self._numbers = numbers_of(front_end)
-        self._calls: dict[int, _CoreCall] = {}
-
-    def start(self, core: int, method: str, args: Sequence[Any]) -> tuple[Future[Any], UtilityCall]:
-        """Create a call; its future raises `ValidationError` if the core refuses, `EngineError` if it fails."""
-        message = UtilityCall(next(self._numbers), method, list(args))
-        self._calls[message.call_id] = call = _CoreCall(core, message, Future())
-        return call.answer, message
-
-    def unanswered_by(self, core: int) -> list[UtilityCall]:
-        """Return the calls that a core has not answered, in order."""
-        return [call.message for call in self._calls.values() if call.core == core]
-
-    def answer(self, result: UtilityResult) -> None:
-        """Resolve a call's future with a core's answer; an unexpected answer is logged."""
-        call = self._calls.pop(result.call_id, None)
-        if call is None:
-            logger.error("an engine core answers call %d, which is not pending", result.call_id)
-            return
-        answer = call.answer
-        if not answer.set_running_or_notify_cancel():
-            return
-        if result.error is not None:
-            kind = ValidationError if result.refused else EngineError
-            answer.set_exception(kind(result.error))
-        else:
-            answer.set_result(result.result)
-
-    def fail_all(self, error: Exception) -> None:
-        """Fail all pending calls."""
-        calls, self._calls = self._calls, {}
-        for call in calls.values():
-            if call.answer.set_running_or_notify_cancel():
-                call.answer.set_exception(error)
 
 
 Outgoing = tuple[int, CoreRequest]  # (core index, message)

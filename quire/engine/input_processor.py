@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import msgspec
-
 from quire.adapters import ENABLE_FLAG, AdapterRequest, adapter_error
 from quire.config import EngineConfig
 from quire.config.arch import encoder_positions
@@ -21,13 +19,7 @@ from quire.config.pooling import PoolingSpec
 from quire.engine.media_checks import check_prompt_media
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
 from quire.engine.params_checks import make_params_checks
-from quire.engine.prompt_forms import (
-    PromptParts,
-    TokenizedPrompt,
-    check_cut_text,
-    check_length,
-    parts_of,
-)
+from quire.engine.prompt_forms import PromptParts, TokenizedPrompt, check_cut_text, check_length, parts_of
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.tokenizer_cache import (
     TokenizerCache,
@@ -39,7 +31,7 @@ from quire.engine.tokenizer_cache import (
 from quire.errors import ValidationError
 from quire.features import ENCODER_PROMPTS, POOLING_INPUTS, PROMPT_EMBEDS
 from quire.inputs import PromptType
-from quire.kv_transfer_params import FIELD, read_transfer
+from quire.kv_transfer_params import read_transfer
 from quire.plugins import import_place, plugin_names
 from quire.pooling_params import DEFAULT_TEXT_OPTIONS, PoolingParams, TextOptions
 from quire.sampling_params import BeamSearchParams, SamplingParams
@@ -104,7 +96,7 @@ class InputProcessor:
         self._embeds = import_place(PROMPT_EMBEDS)() if config.multimodal.enable_prompt_embeds else None
         part_of = config.arch.part_of
         is_prompted = part_of is not None and part_of.is_prompted
-        self._encoder_prompts = import_place(ENCODER_PROMPTS)(config, tokenizer) if is_prompted else None
+        self.encoder_prompts = import_place(ENCODER_PROMPTS)(config, tokenizer) if is_prompted else None
         self.pooling: PoolingReader | None = None
         if config.pooling is not None:
             self.pooling = import_place(POOLING_INPUTS)(config, config.pooling, tokenizer)
@@ -128,7 +120,7 @@ class InputProcessor:
         """
         if isinstance(prompt, dict) and PARAM_EMBEDS in prompt:
             prompt = self._embedded(dict(prompt))
-        encoder, options_of_decoder = self._encoder_prompts, None
+        encoder, options_of_decoder = self.encoder_prompts, None
         if encoder is not None:
             prompt, options_of_decoder = encoder.split(prompt)
         parts, tokenizer_context = parts_of(prompt), self.tokenizers.of(adapter)
@@ -222,8 +214,8 @@ class InputProcessor:
         tokenizer_context = prompt.tokenizer_context or self.tokenizers.model
         self._check_prompt(prompt, tokenizer_context.vocab_size)
         self.check_terms(priority, tenant, adapter_request)
-        if self._encoder_prompts is not None:
-            params = self._encoder_prompts.sampled(params)
+        if self.encoder_prompts is not None:
+            params = self.encoder_prompts.sampled(params)
         params = self._resolve_params(params, prompt, tokenizer_context)
         self._check_params(params, tokenizer_context)
         is_predicted = not prompt.num_encoded and all(item.kind != "embeds" for item in prompt.media)
@@ -254,51 +246,15 @@ class InputProcessor:
         ]
         return AddRequest(first, forks).requests()
 
-    def process_beam_search(
-        self,
-        request_id: str,
-        prompt: TokenizedPrompt,
-        params: BeamSearchParams,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        adapter_request: AdapterRequest | None = None,
-    ) -> tuple[EngineCoreRequest, BeamSearchParams]:
-        """Return the template request of a search's beams, and its parameters, after all checks against the model.
-
-        Raises:
-            ValidationError: names the field, its value's problem and the limit.
-        """
-        mode, limit = self.config.model.logprobs_mode, self.config.model.max_logprobs
-        if mode.endswith("logits"):
-            raise ValidationError(f"a beam search adds up logprobs, and --logprobs-mode is {mode}")
-        if 0 <= limit < params.logprobs:
-            raise ValidationError(
-                f"logprobs is {params.logprobs}, the limit is {limit} (--max-logprobs)", param="logprobs"
-            )
-        if prompt.kv_transfer_params is not None:
-            raise ValidationError("a beam search cannot be transferred", param=FIELD)
-        plain = SamplingParams(
-            temperature=0.0, max_tokens=params.max_tokens, detokenize=False, extra_args=params.extra_args
-        )
-        (first,) = self.process(
-            request_id, prompt, plain, priority=priority, tenant=tenant, adapter_request=adapter_request
-        )
-        max_tokens = first.sampling_params.max_tokens or params.max_tokens
-        if self._encoder_prompts is not None:
-            params = self._encoder_prompts.searched(prompt, params)
-        least = min(params.min_tokens, max_tokens)
-        return first, msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=least)
-
     def default_beam_search_params(self) -> BeamSearchParams:
         """Return the beam search of an encoder-decoder checkpoint's generation config.
 
         Raises:
             ValidationError: the model is none.
         """
-        if self._encoder_prompts is None:
+        if self.encoder_prompts is None:
             raise ValidationError("beam search needs parameters: this model has no encoder", param="params")
-        found: BeamSearchParams = self._encoder_prompts.default_search()
+        found: BeamSearchParams = self.encoder_prompts.default_search()
         return found
 
     def process_pooling(

@@ -18,10 +18,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.engine.detokenizer import IncrementalDetokenizer, make_stop_checker
+from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.messages import EngineCoreOutputs, EngineCoreRequest
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.queue_limits import WaitingSequences
+from quire.engine.special_stops import make_stop_checker
 from quire.engine.tokenizer import Tokenizer
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats
 from quire.outputs import (

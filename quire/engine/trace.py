@@ -31,7 +31,7 @@ from quire.engine.messages import EngineCoreRequest, message_of, request_of
 from quire.errors import ConfigError, EngineError
 from quire.executor.null import NullExecutor
 from quire.kv_cache.hashing import BlockHash
-from quire.kv_cache.manager import PrefixLoad
+from quire.kv_cache.prefix_loads import PrefixLoad
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, decode_kv_config, encode_kv_config
 from quire.kv_cache.transfers import Transfer
 from quire.media import MediaItem

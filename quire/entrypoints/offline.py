@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from tqdm import tqdm
 
 from quire.adapters import AdapterRequest, adapter_terms
-from quire.engine.llm_engine import LLMEngine, SingleThreadGuard
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.sync_engine import SingleThreadGuard
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
 from quire.inputs import PromptType

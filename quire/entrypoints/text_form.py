@@ -15,7 +15,8 @@ from quire.entrypoints.chat.formats.examples import examples_of
 from quire.entrypoints.chat.formats.model import ModelFormat
 from quire.entrypoints.chat.formats.selection import AnswerFormat, choose
 from quire.entrypoints.chat.messages import MediaTexts
-from quire.entrypoints.chat.template import ChatTemplate, ThinkingSwitch
+from quire.entrypoints.chat.template import ChatTemplate
+from quire.entrypoints.chat.thinking_switch import ThinkingSwitch
 from quire.entrypoints.fill_in import FillIn
 from quire.errors import ValidationError
 

@@ -21,7 +21,8 @@ from typing import Any
 from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
-from quire.executor.base import Executor, Result
+from quire.executor.base import Executor
+from quire.executor.feature_calls import Result
 from quire.kv_cache.rows import STORE, RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.layers.shard import WHOLE, Shard

@@ -18,8 +18,7 @@ class SamplingLimits(NamedTuple):
     """Sampling limits in use: whether any row of the settings of `ops.sample_tokens` has one.
 
     The host computes it when it stages a step, so that the device's settings need not be read back. True is always
-    right;
-    False for all rows saves a GPU the search.
+    right; False for all rows saves a GPU the search.
     """
 
     min_p: bool = True
@@ -36,10 +35,9 @@ class GroupMetadata:
     """Assignment of T query rows, and of a group's blocks, to R requests.
 
     Request r owns query rows `query_start_loc[r]:query_start_loc[r + 1]`, which are the last of its `seq_lens[r]`
-    tokens.
-    Rows past `query_start_loc[R]` are padding. Logical block i of request r is `block_tables[r, i]`; entries past the
-    last
-    required block, and those that no layer of the group reads any more, are never read and may hold anything.
+    tokens. Rows past `query_start_loc[R]` are padding. Logical block i of request r is `block_tables[r, i]`; entries
+    past the last required block, and those that no layer of the group reads any more, are never read and may hold
+    anything.
 
     All tensors are on the device of the KV cache.
     """
@@ -75,9 +73,8 @@ class StateMetadata(GroupMetadata):
     """Metadata of a group whose blocks hold states, each after all tokens up to the end of its block.
 
     `RecurrentStateSpec` says which table entries a request's tokens [c, e) read a state from and write states to. e is
-    the
-    request's `kept`; its query rows are [c, e) followed by draft tokens, which write no state. Block 0 never holds a
-    state.
+    the request's `kept`; its query rows are [c, e) followed by draft tokens, which write no state. Block 0 never holds
+    a state.
     """
 
     block_size: int

@@ -1,15 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain-torch oracle of every op: obviously right, and used if no faster implementation applies.
+"""Plain-torch oracles of the ops of a dense decoder: obviously right, and used if no faster implementation applies.
 
-Invariant: arithmetic is float32 whatever the input dtype, rounded once at the end. In latent attention (MLA;
-DeepSeek-V2, 2024, arXiv:2405.04434) a latent is the key of all heads and, without its last dimensions, their value.
-`accumulate` relies on torch's `segment_reduce` processing each column of a segment from its first row to its last.
+Modules `reference_*` have the others. A signature and its docstring are the contract of all implementations.
+Invariant: arithmetic is float32 whatever the input dtype, rounded once at the end.
+
+Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head size, R
+requests, V vocabulary rows, P positions. Tensors are contiguous in their last dimension.
+
+A KV cache is a pair of tensors that share the memory of a block in equal parts:
+
+    k_cache [num_blocks, Hkv, D, block_size] and v_cache [num_blocks, Hkv, block_size, D],
+
+contiguous on a CPU, of any float dtype. On a GPU keys lie in memory as values do, and k_cache is the transposed view: a
+token's key is one piece, which threads read side by side. In int8 D, a multiple of 4, is larger by 4: behind a head's
+keys stand block_size float32 scales, and behind each value stands its own. What is stored is round(x / scale), with
+scale = amax / 127 for each token and head. In E4M3 (float8_e4m3fn, on GPUs) there are no scales, and what is larger
+than 448 is stored as 448.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -17,15 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.distributed.group import Group
-from quire.kernels.attention_metadata import (
-    AttentionMetadata,
-    GroupMetadata,
-    check_bidirectional,
-    check_features,
-    check_last_seen,
-)
-from quire.kernels.experts import SUM_DTYPE, TokenReduction
+from quire.kernels.attention_metadata import AttentionMetadata, check_features, check_last_seen
 from quire.kernels.formats import FP8_MAX, format_of, whole_chunks
 from quire.kernels.linear import (
     CHUNK,
@@ -34,42 +37,8 @@ from quire.kernels.linear import (
     FusedActivation,
     PackedWeight,
     QuantizedRows,
-    RowQuantization,
     WeightScheme,
 )
-from quire.kernels.low_rank import LowRankStacks
-
-
-def bidirectional_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    metadata: GroupMetadata,
-    scale: float,
-    *,
-    window: int | None = None,
-    alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-) -> Tensor:
-    check_bidirectional(q, window, alibi_slopes, relative_bias)
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    group = q.shape[1] // k.shape[1]
-    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    for request, length in enumerate(lengths):
-        start, end = starts[request], starts[request + 1]
-        _check_whole(request, end - start, length, relative_bias)
-        queries, keys, values = (x[start:end].float().transpose(0, 1) for x in (q, k, v))
-        keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-        distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-        scores = queries @ keys.transpose(1, 2) * scale
-        if alibi_slopes is not None:
-            scores = scores - alibi_slopes.float()[:, None, None] * distance.abs()
-        if relative_bias is not None:
-            scores = scores + relative_bias[:, relative_bias.shape[1] // 2 - distance]
-        if window is not None:
-            scores = scores.masked_fill(distance.abs() >= window, -torch.inf)
-        out[start:end] = (scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype)
-    return out
 
 
 def biases_of(relative_bias: Tensor, distance: Tensor) -> Tensor:
@@ -86,132 +55,35 @@ def biases_of(relative_bias: Tensor, distance: Tensor) -> Tensor:
     return relative_bias[:, places].movedim(0, -3)
 
 
-def _check_whole(request: int, rows: int, length: int, relative_bias: Tensor | None) -> None:
-    if rows != length:
-        raise IndexError(f"bidirectional_attention: request {request} has {rows} rows of {length} tokens")
-    most = length if relative_bias is None else relative_bias.shape[1] // 2 + 1
-    if length > most:
-        raise IndexError(
-            f"bidirectional_attention: request {request} has {length} tokens, and there are biases for {most}"
-        )
-
-
-def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Add neighbours, then the sums of neighbours, and so on; an odd one out moves up to the next level.
-
-    So the tree over 2n parts contains that over each half, if n is a power of two.
-    """
-    level = list(parts)
-    while len(level) > 1:
-        sums = [left + right for left, right in zip(level[::2], level[1::2], strict=False)]
-        level = sums + level[2 * len(sums) :]
-    return level[0]
-
-
-def all_reduce(x: Tensor, group: Group) -> Tensor:
-    return tree_sum(group.all_gather(x))
-
-
-def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    return torch.cat(group.all_gather(x), dim)
-
-
-def all_to_all(x: Tensor, counts: Sequence[int], group: Group) -> tuple[Tensor, list[int]]:
-    parts = group.all_to_all(torch.split(x, list(counts)))
-    return torch.cat(parts), [len(part) for part in parts]
-
-
-def low_rank_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LowRankStacks) -> None:
-    slots = sorted({slot for slot in adapter_rows.tolist() if slot >= 0})
-    count = len(adapters.a)
-    if slots and slots[-1] >= count:
-        raise IndexError(f"low_rank_linear: adapter {slots[-1]} is outside the {count} slots")
-    for slot in slots:
-        rows = (adapter_rows == slot).nonzero()[:, 0]
-        for part, columns in enumerate(adapters.columns()):
-            rank = int(adapters.ranks[slot, part])
-            shrunk = x[rows].float() @ adapters.a[slot, part, :, :rank].float()
-            shrunk = shrunk * adapters.scales[slot, part, :rank]
-            added = shrunk @ adapters.b[slot, :rank, columns].float()
-            base = out[rows, columns].float()
-            if adapters.affine[slot, part]:
-                base = base * adapters.factors[slot, columns] + adapters.offsets[slot, columns]
-            out[rows, columns] = (base + added).to(out.dtype)
-
-
-_COLUMNS = 128
-"""Columns reduced at once, so that those of all tokens stay in the processor's cache."""
-
-
-def accumulate(vectors: Tensor, x: Tensor, chunks: Tensor, reduction: TokenReduction) -> None:
-    rows, firsts, starts, counts = chunks
-    if not len(rows):
-        return
-    empty = float("-inf") if reduction == "max" else 0.0
-    vectors[rows[starts == 0]] = empty
-    places, positions = _tokens(firsts, starts, counts)
-    order = _with_what_was(places, counts)
-    for begin in range(0, x.shape[1], _COLUMNS):
-        columns = slice(begin, begin + _COLUMNS)
-        tokens = x[places, columns].to(SUM_DTYPE[reduction])
-        if reduction == "weighted":
-            tokens = tokens * (positions + 1)[:, None]
-        found = torch.cat((vectors[rows, columns], tokens)).index_select(0, order)
-        vectors[rows, columns] = torch.segment_reduce(
-            found, "max" if reduction == "max" else "sum", lengths=counts + 1, axis=0, unsafe=True
-        )
-
-
-def _tokens(firsts: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index in the step and the position in the text of each token of the chunks, in order."""
-    ends = counts.cumsum(0)
-    offsets = torch.arange(int(ends[-1]), device=counts.device) - (ends - counts).repeat_interleave(counts)
-    return firsts.repeat_interleave(counts) + offsets, starts.repeat_interleave(counts) + offsets
-
-
-def _with_what_was(places: Tensor, counts: Tensor) -> Tensor:
-    """Return indices into [previous vectors; tokens]: for each chunk its previous vector, if any, then its tokens."""
-    num_chunks = len(counts)
-    order = torch.empty(num_chunks + len(places), dtype=torch.int64, device=counts.device)
-    ends = counts.cumsum(0)
-    at = ends - counts + torch.arange(num_chunks, device=counts.device)
-    is_token = torch.ones(len(order), dtype=torch.bool, device=counts.device)
-    is_token[at] = False
-    order[at] = torch.arange(num_chunks, device=counts.device)
-    order[is_token] = torch.arange(len(places), device=counts.device) + num_chunks
-    return order
-
-
 # Bounds the float32 copy of gathered keys in batched decode attention (elements, 128 MiB).
 _GATHER_ELEMENTS = 1 << 25
 
 # For activations quantized to 8 bits: largest code, number of steps, and the magnitude below which they are 0.
-_ACTIVATION_MAX, _RANGE_STEPS, _ACTIVATION_MIN = 127.0, 254.0, 1e-30
+ACTIVATION_MAX, _RANGE_STEPS, _ACTIVATION_MIN = 127.0, 254.0, 1e-30
 
 FP8_MIN_SCALE = 1e-12
 """Least scale of activations: keeps the inverse for a row of zeros finite."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, /, eps: float) -> Tensor:
+    """`x / rms(x) * weight` over the last dimension.
+
+    x [..., H] any float dtype; weight [H] of x's dtype or float32. Computed in float32 with one rounding at the end,
+    returned in x's dtype and shape.
+    """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight.float()).to(x.dtype)
 
 
-def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, /, eps: float) -> tuple[Tensor, Tensor]:
+    """`(rms_norm(x + residual), x + residual)`, both new tensors of x's dtype and shape.
+
+    x, residual [..., H] of one dtype; weight as in `rms_norm`. The norm is computed from the sum as rounded to x's
+    dtype.
+    """
     total = (x.float() + residual.float()).to(x.dtype)
     return rms_norm(total, weight, eps), total
-
-
-def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
-    return quantize_rows(rms_norm(x, weight, eps))
-
-
-def fused_add_rms_norm_fp8(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[QuantizedRows, Tensor]:
-    normed, total = fused_add_rms_norm(x, residual, weight, eps)
-    return quantize_rows(normed), total
 
 
 def quantize_rows(x: Tensor) -> QuantizedRows:
@@ -220,14 +92,16 @@ def quantize_rows(x: Tensor) -> QuantizedRows:
     return QuantizedRows((wide / scales).to(torch.float8_e4m3fn), scales, x.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float) -> Tensor:
+    """`(x - mean) / std * weight + bias` over the last dimension; shapes and dtypes as in `rms_norm`."""
     wide_bias = None if bias is None else bias.float()
     return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
 
 
 def fused_add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float
 ) -> tuple[Tensor, Tensor]:
+    """`(layer_norm(x + residual), x + residual)`, as in `fused_add_rms_norm`."""
     total = (x.float() + residual.float()).to(x.dtype)
     return layer_norm(total, weight, bias, eps), total
 
@@ -243,11 +117,13 @@ _FUNCTIONS: dict[Function, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activate(x: Tensor, function: Function) -> Tensor:
+def activate(x: Tensor, /, function: Function) -> Tensor:
+    """Apply an elementwise `Function`, such as "gelu": x [..., I], returned in x's dtype and shape."""
     return _FUNCTIONS[function](x.float()).to(x.dtype)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
+def silu_and_mul(x: Tensor, /) -> Tensor:
+    """`silu(first half) * second half`: x [..., 2 * I] -> [..., I] of x's dtype."""
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
 
@@ -266,22 +142,22 @@ FUSED_ACTIVATIONS: dict[FusedActivation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def gelu_and_mul(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+def gelu_and_mul(x: Tensor, /, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """`gelu(first half) * second half`: x [..., 2 * I] -> [..., I] of x's dtype."""
     gate, up = x.float().chunk(2, dim=-1)
     return (F.gelu(gate, approximate=approximate) * up).to(x.dtype)
 
 
-def silu_and_mul_fp8(x: Tensor) -> QuantizedRows:
-    return quantize_rows(silu_and_mul(x))
-
-
-def gelu_and_mul_fp8(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> QuantizedRows:
-    return quantize_rows(gelu_and_mul(x, approximate))
-
-
 def rotary_embedding(
-    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, /, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
+    """Rotate q and k by their positions, in place, and return them.
+
+    positions [T] int64 in [0, P); q [T, Hq, D] and k [T, Hkv, D], Hkv may be 0, of one dtype, views with a token stride
+    allowed; cos_sin_cache [P, rot_dim] float32 = cat(cos, sin), rot_dim even and <= D (the rest of each head is
+    unchanged). The pairs are (i, i + rot_dim / 2), or (2 i, 2 i + 1) when interleaved. A position outside the cache is
+    an IndexError.
+    """
     cos, sin = (
         cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
     )  # [T, 1, rot_dim / 2], broadcast over heads
@@ -307,8 +183,15 @@ def write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    /,
     scales: Tensor | None = None,
 ) -> None:
+    """Store each token's key and value in its slot.
+
+    k, v [T, Hkv, D], views with a token stride allowed; slot_mapping [T] int64, slot = block_id * block_size + offset,
+    all different; a negative slot is skipped, one past the cache is an IndexError. For an int8 cache, scales, float32
+    [2, Hkv], may be given for the keys and the values of each head; codes are then clamped to -128 .. 127.
+    """
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     block_size = k_cache.shape[3]
@@ -332,12 +215,18 @@ def rotary_and_write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    /,
     interleaved: bool = False,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     scales: Tensor | None = None,
 ) -> None:
+    """`rotary_embedding` on q and k, in place, then `write_kv`, in one pass and with the same bits.
+
+    With norms, which both or neither have, each head's `rms_norm` is rotated: weights [D] of one dtype, q's or float32.
+    scales as in `write_kv`.
+    """
     for heads, weight in ((q, q_norm), (k, k_norm)):
         if weight is not None:
             heads.copy_(rms_norm(heads, weight, eps))
@@ -372,6 +261,7 @@ def paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     metadata: AttentionMetadata,
+    /,
     scale: float,
     *,
     sliding_window: int | None = None,
@@ -381,6 +271,17 @@ def paged_attention(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
 ) -> Tensor:
+    """Causal attention of each request's last tokens over its cached keys and values: a new [T, Hq, D].
+
+    q [T, Hq, D], a view with a token stride allowed; caches as above, Hq a multiple of Hkv (query head h reads head h
+    // (Hq / Hkv)); the step's own keys are already written. Score of query position i and key position j: s = scale *
+    q.k; with `soft_cap` c, s = c * tanh(s / c); with `alibi_slopes` [Hq], s - slope * (i - j). With `sliding_window` w,
+    only i - w < j <= i is visible; with `attention_chunk` c, only j <= i with i // c = j // c. With `sinks` [Hq], every
+    softmax has one more score, its head's, without a value (G. Xiao et al., 2023, arXiv:2309.17453). With
+    `relative_bias` float32 [Hq, 2 * P - 1], s plus entry P - 1 + j - i, for requests of up to P tokens. With
+    `metadata.last_seen` l, j <= l_i replaces j <= i, and a slope's bias is by the distance's magnitude. Padding rows
+    are 0. A required block id outside the cache, an l out of bounds, or a request longer than P is an IndexError.
+    """
     check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks, relative_bias)
     check_last_seen(metadata, len(q), attention_chunk)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -484,11 +385,20 @@ def seen_keys(
     return seen
 
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, /) -> Tensor:
+    """Rows of a table: ids [T] int64 in [0, V), weight [V, H] -> [T, H]; any other id is an IndexError."""
     return F.embedding(ids, weight)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, /, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`x @ weight.T + bias`: x [..., K], weight [N, K], bias [N] -> [..., N] of x's dtype, or of `dtype`.
+
+    With another dtype, sums are rounded to it once if the vendor's library supports that. This op is plain torch, which
+    on a GPU is the vendor's library. Layers pack their weights and call `packed_linear` on a CPU with C++ kernels, and
+    on a GPU if the weight is quantized or must be batch-invariant.
+    """
     if x.device.type != "cpu":
         return _vendor_linear(x, weight, bias, dtype or x.dtype)
     # torch's 16-bit GEMM is a scalar loop on CPUs without AVX-512: multiplying in float32 is far faster.
@@ -506,7 +416,17 @@ def _vendor_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
     return out if bias is None else out + bias
 
 
-def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
+def pack_weight(weight: Tensor, /, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
+    """Pack a weight [N, K] of any float dtype into the layout of `packed_linear`, quantized as the scheme says.
+
+    N is a multiple of `halves`, which is 2 if gate and up are stacked. int8: q = round(w / s) with s the largest
+    magnitude of a row / 127, or of a group, rounded to float16 if float16 holds it to 2^-8; a weight with a group that
+    float16 does not hold keeps all scales in float32. int4: symmetric, s = f * (the value of largest magnitude of a
+    group) / -8 and w = s * (q - 8); else s = f * (largest - smallest, 0 included) / 15 and w = s * (q - z); s is
+    rounded to bfloat16 first, and f, from 11/16 to 18/16, is the factor with the least squared error in the group. fp8:
+    E4M3 of w / s with s the largest magnitude of a row, or of the tensor, / 448. A non-finite value makes its scale
+    non-finite.
+    """
     return format_of(scheme).pack(weight, scheme, halves, "panels")
 
 
@@ -518,54 +438,24 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
 def packed_linear(
     x: Tensor | QuantizedRows,
     weight: PackedWeight,
+    /,
     bias: Tensor | None = None,
     activation: FusedActivation | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype, or of `dtype`.
+
+    On a CPU, an integer weight with a fast scheme quantizes x to 8 bits: 64 values of k of a row use steps of 1/254 of
+    the range of the values and 0 (int8; 32 values, if the weight has groups), of their largest magnitude / 127 (int4),
+    or of the largest magnitude sum of a pair, k and k + 1 with k even, / 127 (codebook formats). An fp8 weight
+    quantizes a row of x to E4M3 times its largest magnitude / 448, and takes x [T, K] in that form, too.
+
+    `activation` is applied to the result. For a weight in two halves, [..., N / 2], it is `ops.silu_and_mul` or
+    "clamped_swiglu": with g = min(gate, 7) and u = up in [-7, 7], (u + 1) * g * sigmoid(1.702 g). For any other weight
+    it is one of `ops.activate`, bit-identical to applying it separately.
+    """
     out = linear(quantized_input(weight, x), format_of(weight.scheme).multiplied(weight).float(), bias)
     return (out if activation is None else FUSED_ACTIVATIONS[activation](out)).to(dtype or x.dtype)
-
-
-def round_rows(x: Tensor, rounding: RowQuantization) -> Tensor:
-    size = x.shape[-1]
-    group = max(min(rounding.group or size, size), 1)
-    groups = F.pad(x.float(), (0, -size % group)).unflatten(-1, (-1, group))
-    top = FP8_MAX if rounding.codes == "e4m3" else _ACTIVATION_MAX
-    if rounding.scale is not None:
-        scale = torch.tensor(rounding.scale, dtype=torch.float32, device=x.device)
-        zero = torch.tensor(rounding.zero, dtype=torch.float32, device=x.device)
-    else:
-        scale, zero = _step_of(groups, rounding, top)
-    if rounding.codes == "e4m3":
-        codes = (groups / scale).clamp(-top, top).to(torch.float8_e4m3fn).float()
-    else:
-        codes = (groups / scale + zero).clamp(rounding.lowest, top).round() - zero
-    return (codes * scale).flatten(-2)[..., :size].to(x.dtype)
-
-
-def rounded_linear(
-    x: Tensor, weight: PackedWeight, rounding: RowQuantization, bias: Tensor | None = None
-) -> Tensor:
-    precise = replace(weight, scheme=replace(weight.scheme, fast=False))
-    return packed_linear(round_rows(x, rounding), precise, bias)
-
-
-def _step_of(groups: Tensor, rounding: RowQuantization, top: float) -> tuple[Tensor, Tensor]:
-    """Return the scales and zero points computed for groups [..., G, group], [..., G, 1]."""
-    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
-    is_finite = groups.isfinite().all(-1, keepdim=True)
-    lowest = -top if rounding.codes == "e4m3" else rounding.lowest
-    if rounding.symmetric:
-        most = torch.maximum(high, -low)
-        scale = (most if rounding.bound is None else most.clamp(max=rounding.bound)) / ((top - lowest) / 2)
-    else:
-        scale = (high - low) / (top - lowest)
-    divisor = torch.where(scale == 0, 1.0, scale)
-    zero = (
-        torch.zeros_like(low) if rounding.symmetric else (lowest - low / divisor).clamp(lowest, top).round()
-    )
-    zero = torch.where(scale == 0, 0.0, zero)
-    return torch.where(is_finite, divisor, torch.nan), torch.where(is_finite, zero, 0.0)
 
 
 def quantized_input(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
@@ -601,42 +491,11 @@ def _rounded(x: Tensor, together: int) -> Tensor:
     """
     largest = x.abs().unflatten(-1, (-1, together)).sum(-1).amax(-1, keepdim=True)
     # torch computes a Python number / tensor as a product with the reciprocal, which rounds differently.
-    inverse = torch.full_like(largest, _ACTIVATION_MAX) / largest
-    steps = (x * inverse).round() * (largest / _ACTIVATION_MAX)
+    inverse = torch.full_like(largest, ACTIVATION_MAX) / largest
+    steps = (x * inverse).round() * (largest / ACTIVATION_MAX)
     return torch.where(largest >= _ACTIVATION_MIN, steps, 0.0 * x)
 
 
-def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
+def packed_embedding(ids: Tensor, weight: PackedWeight, /) -> Tensor:
+    """Rows of a packed table: ids [T] int64 in [0, N) -> float32 [T, K]. An id outside is an IndexError."""
     return unpack_weight(weight).float()[ids]
-
-
-def per_head_linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    matrices = torch.unflatten(format_of(weight.scheme).multiplied(weight).float(), 0, (x.shape[1], -1))
-    return torch.einsum("thk,hnk->thn", quantized_input(weight, x), matrices).to(x.dtype)
-
-
-def write_latents(
-    positions: Tensor,
-    q: Tensor,
-    rows: Tensor,
-    norm: Tensor,
-    cos_sin_cache: Tensor,
-    cache: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool = False,
-) -> None:
-    latents, keys = rms_norm(rows[:, : len(norm)], norm, eps), rows[:, None, len(norm) :].clone()
-    rotary_embedding(positions, q, keys, cos_sin_cache, interleaved)
-    kept = slot_mapping >= 0
-    stored = torch.cat([latents, keys.squeeze(1)], 1)[kept].to(cache.dtype)
-    cache.view(-1, cache.shape[2])[slot_mapping[kept]] = stored
-
-
-def latent_attention(
-    q: Tensor, q_rope: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float
-) -> Tensor:
-    values = cache.unsqueeze(1)
-    keys = values.transpose(2, 3)
-    out = paged_attention(torch.cat([q, q_rope], 2), keys, values, metadata, scale)
-    return out[..., : q.shape[2]].contiguous()

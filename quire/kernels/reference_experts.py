@@ -11,13 +11,27 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
-from quire.kernels.reference import FUSED_ACTIVATIONS, low_rank_linear, packed_linear
+from quire.kernels.reference import FUSED_ACTIVATIONS, packed_linear
+from quire.kernels.reference_low_rank import low_rank_linear
 
 _LEAST_SUM = 1e-20
 """Added to the divisor of normalized weights: sigmoid scores may all be 0."""
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, /, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return each token's experts: logits [T, E] any float dtype -> ids int32 [T, top_k] and weights float32 [T,
+    top_k].
+
+    Scores are the softmax or the sigmoids of a row. Selection scores are scores plus `bias` (float32 [E]; D. Wang et
+    al., 2024, arXiv:2408.15664). With groups, only the `top_groups` groups with the largest sums of their
+    `group_members` highest selection scores are eligible (DeepSeek-V2, arXiv:2405.04434). The `top_k` experts with the
+    highest selection scores are chosen, in that order, ties by lower id. Weights are their scores, divided by their sum
+    (plus 1e-20) if `normalized`, times `scale`. A row's result depends on that row alone.
+
+    With "sparsemixer" (L. Liu et al., 2024, arXiv:2409.12136) logits are chosen one by one, always the largest
+    remaining, m. Its weight, before `scale`, is its softmax probability among it and the remaining l with (m - l) /
+    max(|l|, m) <= `reach`.
+    """
     wide = logits.float()
     if routing.scores == "sparsemixer":
         return _mixed(wide, routing)
@@ -62,10 +76,22 @@ def experts(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
+    /,
     of: ExpertWeights,
     adapter_rows: Tensor | None = None,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
+    """Return the weighted sum of each token's expert outputs: x [T, H] -> [T, H] of x's dtype.
+
+    chosen [T, k] int32, different within a row, and weights [T, k] float32 as from `route`; an invalid id is an
+    IndexError. An expert is `down(activation(gate(x), up(x)))`, or without a gate `down(activation(up(x)))`, each
+    matmul as in `packed_linear`; only chosen experts are read. A token's experts are added in float32 in the order of
+    their ids, independent of the rest of the step. Choices outside the numbers of `of`, which other ranks hold, add
+    nothing.
+
+    With adapters, and `adapter_rows` [T] int32 with each token's adapter, its outputs are added to each matmul as in
+    `low_rank_linear`, to gate and up before the activation.
+    """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for rows, places, made in _made("experts", x, chosen, of, adapter_rows, adapters):
         out.index_add_(0, rows, weights[rows, places, None] * made)
@@ -75,17 +101,23 @@ def experts(
 def expert_rows(
     x: Tensor,
     chosen: Tensor,
+    /,
     of: ExpertWeights,
     adapter_rows: Tensor | None = None,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
+    """Return the output of each of a token's experts: x [T, H], chosen [T, k] as in `experts` -> float32 [T, k, H].
+
+    Zeros for choices outside the numbers of `of`. Adapters, for the numbers of `of`, as in `experts`.
+    """
     out = torch.zeros((*chosen.shape, x.shape[1]), dtype=torch.float32, device=x.device)
     for rows, places, made in _made("expert_rows", x, chosen, of, adapter_rows, adapters):
         out[rows, places] = made
     return out
 
 
-def add_choices(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def add_choices(rows: Tensor, chosen: Tensor, weights: Tensor, /) -> Tensor:
+    """Return the weighted sum of `expert_rows`' output, float32 [T, k, H] -> [T, H], with the bits of `experts`."""
     order = chosen.argsort(dim=1, stable=True)
     rows, weights = rows.gather(1, order[..., None].expand_as(rows)), weights.gather(1, order)
     out = torch.zeros_like(rows[:, 0])

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.attention_metadata import SamplingLimits
+from quire.kernels.attention_metadata import ANY_LIMITS, SamplingLimits
 
 _LOW_32 = 0xFFFFFFFF
 
@@ -31,8 +31,7 @@ def order_keys(logits: Tensor) -> Tensor:
     """Return integers in the order of tokens: logits [N, V] float32 without NaN -> [N, V] int64, larger is earlier.
 
     The upper half is the logit's bit pattern made monotonic (negative numbers have their magnitude bits flipped), the
-    lower
-    half counts ids downwards.
+    lower half counts ids downwards.
     """
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 and 0.0 equal
     monotonic = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -118,7 +117,11 @@ _FIRST_WIDTH = 64
 _WIDENING = 16
 
 
-def unusable_rows(logits: Tensor) -> Tensor:
+def unusable_rows(logits: Tensor, /) -> Tensor:
+    """Return the rows that cannot be sampled: [N, V] -> [N] bool.
+
+    They hold a NaN or +inf, or nothing but -inf; a single -inf only means that a token is impossible.
+    """
     # The sum is far cheaper than testing every element. It can overflow for huge finite logits, and a token may be
     # impossible: check those rows again.
     suspects = ~logits.sum(1).isfinite()
@@ -127,18 +130,29 @@ def unusable_rows(logits: Tensor) -> Tensor:
     return suspects
 
 
-def clear_rows(logits: Tensor, cleared: Tensor) -> None:
+def clear_rows(logits: Tensor, cleared: Tensor, /) -> None:
+    """Set the rows [N, V] selected by `cleared` [N] bool to 0, in place, without a device-to-host sync on a GPU."""
     if cleared.cpu().numpy().any():  # on small tensors half the time of torch's
         logits[cleared] = 0.0
 
 
-def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+def mask_logits(logits: Tensor, rows: Tensor, words: Tensor, /) -> None:
+    """Forbid tokens in some rows, in place: logits [N, V] become -inf where a row's mask bit is 0.
+
+    rows [U] int64, all different; words [U, ceil(V / 32)] int32: bit v % 32 of word v // 32 is token v's. No logit is
+    NaN.
+    """
     bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
     allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
 
 
-def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor) -> None:
+def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtracted: Tensor, /) -> None:
+    """Penalize some logits in place, in float64: x -> (x / r if x > 0 else x * r) - s, clamped to float32's maximum.
+
+    indices [M] int64, all different, into the flattened logits; repetition r and subtracted s [M] float64. Repetition:
+    N. Keskar et al., "CTRL" (2019), section 4.1. An index outside the logits is an IndexError.
+    """
     flat = logits.view(-1)
     # In float64, and clamped to the range: a tiny or huge factor must not produce an infinity or a NaN.
     values = flat[indices].double()
@@ -146,7 +160,15 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
     flat[indices] = (values - subtracted).clamp_(max=_MAX_LOGIT).float()
 
 
-def penalise_rows(logits: Tensor, token_rows: Tensor, places: Tensor, factors: Tensor) -> None:
+def penalise_rows(
+    logits: Tensor, token_rows: Tensor, places: Tensor, factors: Tensor, /, longest: int
+) -> None:
+    """Apply `apply_penalties` to every token in a row of tokens, counted here; logits [N, V], in place.
+
+    token_rows [rows, columns] int32 in [0, V). places [U, 4] int64, for each of U samples: its row of the logits, all
+    different; its row of tokens; the number of prompt tokens in it, and of all tokens, at most `longest`. factors [U,
+    3] float64: repetition; frequency, for each time that a token was generated; presence, if it was.
+    """
     vocab_size = logits.shape[1]
     for (sample, row, num_prompt, num_tokens), of_row in zip(places.tolist(), factors, strict=True):
         tokens = token_rows[row, :num_tokens].long()
@@ -157,7 +179,32 @@ def penalise_rows(logits: Tensor, token_rows: Tensor, places: Tensor, factors: T
         apply_penalties(logits, sample * vocab_size + seen, repetition.expand(len(seen)), subtracted)
 
 
-def sample_tokens(logits: Tensor, settings: Tensor, keys: Tensor | None) -> Tensor:
+def sample_tokens(
+    logits: Tensor,
+    settings: Tensor,
+    keys: Tensor | None,
+    /,
+    limits: SamplingLimits = ANY_LIMITS,
+) -> Tensor:
+    """Sample one token per row: logits [N, V] -> ids [N] int64, -1 for a row whose logits are all -inf.
+
+    settings [N, 4] float64: temperature, ln(min_p), top_k, top_p. Temperature 0 takes the first token of the order.
+    Otherwise logits are divided by the temperature; tokens less likely than min_p times the first are dropped (N.
+    Nguyen et al., "Turning up the heat", 2024; -inf is off); the `top_k` first tokens are kept (A. Fan et al.,
+    "Hierarchical neural story generation", 2018; V is off) and of those the fewest first ones that hold `top_p` of
+    their mass (A. Holtzman et al., "The curious case of neural text degeneration", 2019; 1 is off). `limits` says which
+    of the three any row uses.
+
+    A remaining token is drawn by its probability, with random numbers that are a function of keys [N, 2] int64, a seed
+    and a position for each row; None if all have temperature 0. Philox4x32-10: J. Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3" (2011). The method depends on the device, and so does the token of a seed. A CPU uses
+    inverse transform sampling, which needs one number: in id order, with c the cumulative weights in float64 and u from
+    `philox.uniform`, the first token whose c exceeds u * c[-1]. A GPU uses the Gumbel-max trick, which needs a number
+    for each token but no sums: the token with the largest logit plus `philox.gumbel`, ties by lower id.
+
+    Implementations differ only if rounding (1e-6 of the total mass, or of a Gumbel number) decides on which side of a
+    boundary something falls, and on tokens e**87 times less likely than the first, which may count as impossible.
+    """
     if keys is None:
         keys = torch.zeros(len(logits), 2, dtype=torch.int64, device=logits.device)
     if logits.is_cpu:
@@ -244,8 +291,7 @@ def _truncated(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Keep the `top_k` first tokens, and of those the fewest first ones that hold `top_p` of the remaining mass.
 
     Both keep a prefix of the order of tokens. That prefix's last key is found by partial selection, widened for the
-    rows
-    whose mass lies deeper; a wider selection gives the same answer.
+    rows whose mass lies deeper; a wider selection gives the same answer.
     """
     keys = order_keys(logits)
     width = int(top_k.where(top_k < logits.shape[1], min(_FIRST_WIDTH, logits.shape[1])).max())
@@ -282,7 +328,12 @@ def _invert(logits: Tensor, numbers: Tensor) -> Tensor:
     return torch.where(chosen < logits.shape[1], chosen, -1)
 
 
-def token_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+def token_logprobs(logits: Tensor, chosen: Tensor, /, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-softmax of finite logits for the chosen token and the first `num_top` <= V of the order.
+
+    chosen [N] int64 in [0, V), else an IndexError -> ids [N, 1 + num_top] int64, the chosen one first; their logprobs
+    float32; ranks of the chosen tokens, from 1, [N] int64.
+    """
     if num_top == 0 and logits.is_cpu:
         of_chosen = logits.log_softmax(1).gather(1, chosen[:, None])
         return chosen[:, None], of_chosen, _rank_among(logits, chosen)

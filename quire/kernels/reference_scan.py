@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch oracles of recurrent layers: causal convolution, Mamba, Mamba 2, delta rule, RG-LRU and RWKV-7.
 
+`states` [num_blocks, ...] float32 is a layer's view of its part of the cache, each block's state contiguous.
+`StateMetadata` says which states the T rows start from and where they write them; a state outside the cache is an
+IndexError. Tensors with rows have any float dtype and may be strided; others are float32. C is channels, N states per
+channel.
+
 Invariant: as in `reference`; padding rows are 0; a token's result is computed from the previous state in the same way
-in
-any chunking. This module and `csrc/cpu/states.h` are the only readers of a table of states, whose contents
+in any chunking. This module and `csrc/cpu/states.h` are the only readers of a table of states, whose contents
 `RecurrentStateSpec` defines.
 """
 
@@ -97,9 +101,22 @@ def gated_delta(
     dt_bias: Tensor,
     states: Tensor,
     metadata: StateMetadata,
-    strongest: float,
-    least: float | None,
+    /,
+    strongest: float = 1.0,
+    least: float | None = None,
 ) -> Tensor:
+    """Gated delta rule (S. Yang et al., 2024, arXiv:2412.06464): [T, Hv, Dv] of qkv's dtype, in float32.
+
+    qkv [T, 2 * Hk * Dk + Hv * Dv] has the queries of all heads, their keys, then values; each of Hk key heads serves Hv
+    / Hk value heads. ba [T, Hv + Hv * N] of its dtype: the logits of the write strengths (sigmoid, times `strongest`),
+    then N time steps of each head; rates [Hv] below 0 and dt_bias [Hv * N] float32. Queries and keys are normalized to
+    unit vectors, q = q / sqrt(Dk). For each value head and token the state S [Hv, Dk, Dv] becomes S * exp(rate *
+    softplus(step + dt_bias)), then S + k (v - S^T k)^T * strength, and the result is S^T q.
+
+    With one step per head, S decays uniformly; with Dk of them each of its rows does (Kimi Delta Attention, 2025,
+    arXiv:2510.26692). Strengths above 1 give the state negative eigenvalues (Grazzi et al., 2024, arXiv:2411.12537).
+    With `least`, below 0, S is multiplied by exp(least * sigmoid(-rate * (step + dt_bias))) instead.
+    """
     q, k, v = _parts(qkv, states)
     strength, steps = torch.split_with_sizes(ba.float(), (len(rates), len(dt_bias)), 1)
     steps, rate = torch.unflatten(steps + dt_bias, 1, (len(rates), -1)), rates.unsqueeze(1)
@@ -134,8 +151,15 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def rg_lru(
-    x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata
+    x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata, /
 ) -> Tensor:
+    """Real-gated linear recurrent units (S. De et al., 2024, arXiv:2402.19427): x [T, h * D] -> the same shape and
+    dtype.
+
+    Each head computes its gates from its channels: weights [h, D, 2 * D] and bias [h, 2 * D] give, through a sigmoid, i
+    and r of each channel. With a = exp(rate * r), rates [h * D] below 0, in float32, the state [h * D], which is the
+    result, becomes a * state + sqrt(1 - a^2) * i * x; at the first token of a request, i * x. All but x is float32.
+    """
     heads, size, _ = weights.shape
     gates = torch.einsum("thd,hde->the", torch.unflatten(x.float(), 1, (heads, size)), weights) + bias
     into, decaying = (gate.flatten(1).sigmoid() for gate in gates.chunk(2, -1))
@@ -165,8 +189,16 @@ def rwkv7(
     of_heads: Tensor,
     states: Tensor,
     metadata: StateMetadata,
+    /,
     eps: float,
 ) -> Tensor:
+    """RWKV-7's heads (B. Peng et al., 2025, arXiv:2503.14456): r, w, k, v, a [T, h * D] -> [T, h * D] of their dtype.
+
+    In float32, for each head and token: with i = sigmoid(a), u = k * of_heads[0] normalized to unit length, and k = k *
+    (1 + (i - 1) * of_heads[1]), the state S [h, D, D] becomes exp(-exp(-1/2) * sigmoid(w)) S, by rows, - (u * i) (S^T
+    u)^T + k v^T, where S on the right is the previous state in both terms. The result is the layer norm of S^T r, with
+    eps, times of_heads[3], plus of_heads[4], plus v times the sum of r * k * of_heads[2]. of_heads [5, h * D] float32.
+    """
     _, heads, size, _ = states.shape
 
     def by_heads(x: Tensor) -> Tensor:
@@ -195,8 +227,19 @@ def rwkv7(
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, metadata: StateMetadata, silu: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+    silu: bool = False,
 ) -> Tensor:
+    """Depthwise causal convolution, optionally followed by silu: x [T, C] -> a new [T, C] of x's dtype.
+
+    out[t] = bias + sum over k of weight[k] * x[t - K + 1 + k], with weight [K, C] and bias [C]. A state is the last K -
+    1 inputs, the oldest first: states [num_blocks, K - 1, C].
+    """
     out, wide = torch.zeros(x.shape, dtype=torch.float32, device=x.device), x.float()
     taps = len(weight)
     for piece in state_pieces(metadata, len(states)):
@@ -219,7 +262,13 @@ def selective_scan(
     gate: Tensor | None,
     states: Tensor,
     metadata: StateMetadata,
+    /,
 ) -> Tensor:
+    """Mamba's recurrence (Gu and Dao, 2023, arXiv:2312.00752): x, dt [T, C] -> a new [T, C] of x's dtype.
+
+    With d = softplus(dt[t]): s = exp(d * a) * s + b[t] * (d * x[t]); out[t] = sum over N of c[t] * s + skip * x[t],
+    times silu(gate[t]) if there is a gate [T, C]. a [N, C], skip [C], b and c [T, N], states [num_blocks, N, C].
+    """
     wide, times = x.float(), F.softplus(dt.float())
     into, outof = b.float()[:, :, None], c.float()[:, :, None]
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -243,9 +292,16 @@ def ssd_scan(
     gate: Tensor | None,
     states: Tensor,
     metadata: StateMetadata,
-    groups: int,
-    time_limits: tuple[float, float],
+    /,
+    groups: int = 1,
+    time_limits: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
+    """Mamba 2's recurrence (Dao and Gu, 2024, arXiv:2405.21060): x [T, H * D] -> a new [T, H * D] of x's dtype.
+
+    For each of H heads of size D, which share b and c [T, G * N] in G groups: with d = softplus(dt[t] + dt_bias),
+    clamped to the limits, s = exp(d * a) * s + b[t] * (d * x[t]) and out[t] = sum over N of c[t] * s + skip * x[t],
+    times silu(gate[t]) if there is a gate [T, H * D]. dt [T, H]; a, skip and dt_bias [H]; states [num_blocks, H, N, D].
+    """
     heads, count, size = states.shape[1:]
     wide = x.float().view(-1, heads, 1, size)
     times = F.softplus(dt.float() + dt_bias).clamp(*time_limits)[..., None, None]

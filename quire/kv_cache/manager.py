@@ -11,7 +11,7 @@ covers all. Invariant: all groups cover the same tokens of a request, so their t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from quire.adapters import outlives_engine
@@ -19,9 +19,10 @@ from quire.kv_cache.block_pool import DevicePool, KVCacheBlock, PlannedMoves
 from quire.kv_cache.events import KVCacheEvent, KVEventLog
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
 from quire.kv_cache.integrity import IntegrityError, check_integrity
-from quire.kv_cache.single_type_manager import MANAGERS, FindBlock, SingleTypeManager
+from quire.kv_cache.managers import MANAGERS
+from quire.kv_cache.single_type_manager import FindBlock, SingleTypeManager
 from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, SwapCosts
-from quire.kv_cache.transfers import HostTransfers, Transfer
+from quire.kv_cache.transfers import HostTransfers
 
 __all__ = ["CachedSequence", "IntegrityError", "KVCacheManager", "PlannedMoves", "PrefixHit"]
 
@@ -39,40 +40,10 @@ class PrefixHit(NamedTuple):
     from_cache: bool = False
 
 
-class PrefixLoad(NamedTuple):
-    """Cached prefix of `start` tokens that will have `end` tokens once transfers have ended.
-
-    `transfers` are to be made for it, in the order of the sequence; `shared` are keys that others' transfers load.
-    """
-
-    start: int
-    end: int
-    transfers: list[Transfer]
-    shared: list[BlockHash]
-
-
 def is_storable(request: CachedSequence) -> bool:
     """Return whether a request's blocks may outlive the process: an adapter must be named by its content."""
     adapter = request.extra_keys.adapter
     return adapter is None or outlives_engine(adapter)
-
-
-_ABSENT = -1
-
-
-def _absent(key: BlockHash) -> KVCacheBlock:
-    """Return a stand-in for a block whose content is not here yet."""
-    block = KVCacheBlock(_ABSENT, on_host=True)
-    block.block_hash = key
-    return block
-
-
-def _missing(hit: PrefixHit) -> list[BlockHash]:
-    """Return the keys of the stand-ins in a hit, in the order of the sequence."""
-    entries = [block for entries in zip(*hit.blocks, strict=True) for block in entries]
-    return [
-        block.block_hash for block in entries if block.block_id == _ABSENT and block.block_hash is not None
-    ]
 
 
 class KVCacheCoordinator:
@@ -228,7 +199,8 @@ class KVCacheManager:
     `prefix_queries` and `prefix_hits` count tokens: of requests looked up in the prefix cache for their first start,
     and the found ones on either tier. Forks are not looked up, and resumed requests were counted before. `num_swaps`
     counts requests that were swapped out. `rolls_back` is the config's. `max_chunk` is the most tokens of a request in
-    a step. With `enable_events`, `pop_events` must be called now and then.
+    a step. With `enable_events`, `pop_events` must be called now and then. `coordinator` and `events` are for
+    `prefix_loads` and `quire.scheduler.store_access`.
     """
 
     def __init__(
@@ -244,21 +216,21 @@ class KVCacheManager:
         self.prefix_hits = 0
         self.num_swaps = 0
         self.rolls_back = kv_config.rolls_back
-        self._enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching
         self._prefers_swap = PREEMPTION_MODES[preemption_mode]
         self._swap_costs = kv_config.swap_costs
         self._block_bytes = sum(kv_config.tensor_block_bytes)
-        self._events = KVEventLog(kv_config.block_size) if enable_events else None
-        self._pool = DevicePool(kv_config.num_blocks, kv_config.num_host_blocks, self._events)
+        self.events = KVEventLog(kv_config.block_size) if enable_events else None
+        self._pool = DevicePool(kv_config.num_blocks, kv_config.num_host_blocks, self.events)
         self.transfers = HostTransfers(self._pool)
-        self._coordinator = KVCacheCoordinator(kv_config.groups, self._pool, max_chunk)
+        self.coordinator = KVCacheCoordinator(kv_config.groups, self._pool, max_chunk)
         # Returned by most plans, so shared.
         self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
-        return self._coordinator.block_size
+        return self.coordinator.block_size
 
     @property
     def pool(self) -> DevicePool:
@@ -268,17 +240,17 @@ class KVCacheManager:
     @property
     def managers(self) -> Sequence[SingleTypeManager]:
         """Manager of each group, for readers."""
-        return self._coordinator.managers
+        return self.coordinator.managers
 
     @property
     def tokens_per_key(self) -> float:
         """Tokens of a full block, over the groups that cache it."""
-        return self.block_size / max(len(self._coordinator.keys([b""])), 1)
+        return self.block_size / max(len(self.coordinator.keys([b""])), 1)
 
     @property
     def no_hit(self) -> PrefixHit:
         """Hit of zero tokens."""
-        return self._coordinator.no_hit
+        return self.coordinator.no_hit
 
     @property
     def usage(self) -> float:
@@ -302,7 +274,7 @@ class KVCacheManager:
 
     def max_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that a sequence of `num_tokens` cached tokens holds."""
-        return self._coordinator.max_blocks(num_tokens)
+        return self.coordinator.max_blocks(num_tokens)
 
     def get_computed_blocks(self, request: CachedSequence, most: int | None = None) -> PrefixHit:
         """Return the longest cached prefix that leaves the last known token, from which to sample, uncomputed.
@@ -310,52 +282,14 @@ class KVCacheManager:
         Args:
             most: limit in tokens.
         """
-        if not self._enable_prefix_caching:
+        if not self.enable_prefix_caching:
             return self.no_hit
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
         limit = len(request.token_ids) - 1
         limit = limit if most is None else min(limit, most)
-        return self._coordinator.find_longest_cache_hit(
+        return self.coordinator.find_longest_cache_hit(
             request.block_hashes, limit, self._pool.get_cached_block
         )
-
-    def storable_keys(self, request: CachedSequence) -> list[BlockHash]:
-        """Return the pool keys, in the order of the sequence, of all full blocks that a request's prefix may need."""
-        if not self._enable_prefix_caching or not is_storable(request):
-            return []
-        extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
-        return self._coordinator.keys(request.block_hashes[: (len(request.token_ids) - 1) // self.block_size])
-
-    def is_cached(self, key: BlockHash) -> bool:
-        """Return whether content is on the device or on the host."""
-        return self._pool.get_cached_block(key) is not None
-
-    def begin_load(self, request: CachedSequence, stored: Collection[BlockHash]) -> PrefixLoad:
-        """Borrow host blocks for what a store can add to a request's cached prefix, as far as they are free."""
-        hit, most = self.get_computed_blocks(request), len(request.token_ids) - 1
-        kept = [block for table in hit.blocks for block in table if block.on_host]
-        room = self.transfers.num_free_blocks - sum(block.ref_cnt == 0 for block in kept)
-        loading = self.transfers.loading
-        known = {*stored, *loading}
-        while True:
-            longer = self._hit_with(request, known, most)
-            if longer.num_tokens <= hit.num_tokens:
-                return PrefixLoad(hit.num_tokens, hit.num_tokens, [], [])
-            keys = [key for key in _missing(longer) if key not in loading]
-            if len(keys) <= room:
-                break
-            most = longer.num_tokens - max((len(keys) - room) // len(hit.blocks), 1) * self.block_size
-        self._pool.host.pool.refresh(kept)
-        shared = [key for key in _missing(longer) if key in loading]
-        return PrefixLoad(hit.num_tokens, longer.num_tokens, self.transfers.begin_loads(keys), shared)
-
-    def _hit_with(self, request: CachedSequence, known: Collection[BlockHash], most: int) -> PrefixHit:
-        """Return the longest prefix if the content of `known` keys were cached, too; see `_missing`."""
-
-        def find(key: BlockHash) -> KVCacheBlock | None:
-            return self._pool.get_cached_block(key) or (_absent(key) if key in known else None)
-
-        return self._coordinator.find_longest_cache_hit(request.block_hashes, most, find)
 
     def get_swapped_blocks(self, request: CachedSequence) -> PrefixHit | None:
         """Return all that a swapped-out request had computed; None if it is not swapped out.
@@ -376,27 +310,27 @@ class KVCacheManager:
         caching; a last, partly filled one is copied. If a group has freed blocks that the fork would read, or has
         replaced a state, the hit has zero tokens.
         """
-        return self._coordinator.find_fork(parent.request_id, num_tokens)
+        return self.coordinator.find_fork(parent.request_id, num_tokens)
 
     def num_blocks_short(self, request: CachedSequence, hit: PrefixHit) -> int:
         """Return the missing free blocks for all known tokens of a request without blocks, given a hit.
 
         It fits now if this is 0 or less.
         """
-        needed = self._coordinator.num_blocks_to_start(len(request.token_ids), hit)
+        needed = self.coordinator.num_blocks_to_start(len(request.token_ids), hit)
         return needed - self._pool.num_free_blocks
 
     def num_blocks_to_finish(self, request: CachedSequence) -> int:
         """Return the blocks that a started request needs for all its known tokens beyond those it has."""
-        return self._coordinator.num_blocks_to_finish(request.request_id, len(request.token_ids))
+        return self.coordinator.num_blocks_to_finish(request.request_id, len(request.token_ids))
 
     def num_held_blocks(self, request: CachedSequence) -> int:
         """Return the blocks that a started request holds, exclusively or shared."""
-        return self._coordinator.num_held_blocks(request.request_id)
+        return self.coordinator.num_held_blocks(request.request_id)
 
     def start(self, request: CachedSequence, hit: PrefixHit, *, is_resumed: bool = False) -> None:
         """Start a request's tables with the blocks of a hit (possibly of zero tokens)."""
-        self._coordinator.adopt(request.request_id, hit)
+        self.coordinator.adopt(request.request_id, hit)
         self._pool.host.release(request.request_id)
         if hit.from_cache and not is_resumed:
             self.prefix_queries += len(request.token_ids)
@@ -410,15 +344,15 @@ class KVCacheManager:
         """
         request_id, num_computed_tokens = request.request_id, request.num_computed_tokens
         num_tokens = num_computed_tokens + num_new_tokens
-        if self._coordinator.covers(request_id, num_tokens):
+        if self.coordinator.covers(request_id, num_tokens):
             return self._no_block_ids
-        self._coordinator.drop(request_id, num_computed_tokens, cached_only=self._enable_prefix_caching)
-        needed = self._coordinator.num_blocks_to_grow(request_id, num_tokens)
+        self.coordinator.drop(request_id, num_computed_tokens, cached_only=self.enable_prefix_caching)
+        needed = self.coordinator.num_blocks_to_grow(request_id, num_tokens)
         if needed > self._pool.num_free_blocks:  # also free blocks of steps in flight
-            self._coordinator.drop(request_id, num_computed_tokens, cached_only=False)
+            self.coordinator.drop(request_id, num_computed_tokens, cached_only=False)
         if needed > self._pool.num_free_blocks:
             return None
-        return self._coordinator.allocate(request_id, num_tokens)
+        return self.coordinator.allocate(request_id, num_tokens)
 
     def allocate_drafts(
         self, request: CachedSequence, num_tokens: int, num_kept_free: int
@@ -428,37 +362,26 @@ class KVCacheManager:
         Returns the new block ids as `allocate_slots` does, or None if fewer than `num_kept_free` blocks would stay
         free.
         """
-        if self._coordinator.covers(request.request_id, num_tokens):
+        if self.coordinator.covers(request.request_id, num_tokens):
             return self._no_block_ids
-        needed = self._coordinator.num_blocks_for_drafts(request.request_id, num_tokens)
+        needed = self.coordinator.num_blocks_for_drafts(request.request_id, num_tokens)
         if needed > self._pool.num_free_blocks - num_kept_free:
             return None
-        return self._coordinator.allocate_for_drafts(request.request_id, num_tokens)
+        return self.coordinator.allocate_for_drafts(request.request_id, num_tokens)
 
     def cache_blocks(self, request: CachedSequence, num_computed_tokens: int) -> None:
         """Offer the full blocks of the first `num_computed_tokens` computed tokens to the prefix cache."""
-        num_full = num_computed_tokens // self._coordinator.block_size
-        if not self._enable_prefix_caching or num_full == 0:
+        num_full = num_computed_tokens // self.coordinator.block_size
+        if not self.enable_prefix_caching or num_full == 0:
             return
         if len(request.block_hashes) < num_full:
             extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
-        start = self._coordinator.num_offered(request.request_id)
-        self._coordinator.cache_blocks(request.request_id, request.block_hashes, num_full)
+        start = self.coordinator.num_offered(request.request_id)
+        self.coordinator.cache_blocks(request.request_id, request.block_hashes, num_full)
         if start < num_full and is_storable(request):
-            self.transfers.note_cached(self._coordinator.keys(request.block_hashes[start:num_full]))
-        if self._events is not None:
-            self._events.describe(request)
-
-    def note_outside(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], medium: str) -> None:
-        """Report blocks that a store outside the engine has lost, and those that it has."""
-        if self._events is not None:
-            self._events.removed_outside(removed, medium)
-            self._events.stored_outside(stored, medium)
-
-    def forget_outside(self) -> None:
-        """Report that stores outside the engine have none of its blocks."""
-        if self._events is not None:
-            self._events.forget_outside()
+            self.transfers.note_cached(self.coordinator.keys(request.block_hashes[start:num_full]))
+        if self.events is not None:
+            self.events.describe(request)
 
     def disown(self, request: CachedSequence) -> None:
         """Remove what a failed request has computed from the prefix cache, including before a preemption.
@@ -468,23 +391,23 @@ class KVCacheManager:
         started was computed by others and stays.
         """
         first = request.num_cached_tokens // self.block_size
-        self._coordinator.forget(request.block_hashes[first:])
-        self.transfers.forget(self._coordinator.keys(request.block_hashes[first:]))
+        self.coordinator.forget(request.block_hashes[first:])
+        self.transfers.forget(self.coordinator.keys(request.block_hashes[first:]))
 
     def preempt(self, request: CachedSequence) -> None:
         """Free a started request's device blocks; swap their content to the host if that is faster than recomputing."""
         request_id, num_tokens = request.request_id, request.num_computed_tokens
-        self._coordinator.drop(request_id, num_tokens, cached_only=False)
-        self._coordinator.truncate(request_id, num_tokens)
-        num_bytes = self._coordinator.num_held_blocks(request_id) * self._block_bytes
+        self.coordinator.drop(request_id, num_tokens, cached_only=False)
+        self.coordinator.truncate(request_id, num_tokens)
+        num_bytes = self.coordinator.num_held_blocks(request_id) * self._block_bytes
         if self._prefers_swap(self._swap_costs, num_bytes, num_tokens):
-            tables = self._coordinator.tables(request_id)
+            tables = self.coordinator.tables(request_id)
             self.num_swaps += self._pool.host.swap_out(request_id, tables, num_tokens)
-        self._coordinator.free(request_id)
+        self.coordinator.free(request_id)
 
     def free(self, request: CachedSequence) -> None:
         """Free all blocks of a request on both tiers; a request without blocks is ignored."""
-        self._coordinator.free(request.request_id)
+        self.coordinator.free(request.request_id)
         self._pool.host.release(request.request_id)
 
     def pop_moves(self) -> PlannedMoves:
@@ -493,11 +416,11 @@ class KVCacheManager:
 
     def get_block_ids(self, request: CachedSequence) -> list[list[int]]:
         """Return all block ids of a request, one list per group."""
-        return self._coordinator.block_ids(request.request_id)
+        return self.coordinator.block_ids(request.request_id)
 
     def holders(self) -> set[str]:
         """Return ids of the requests that hold block tables."""
-        return set(self._coordinator.managers[0].tables)
+        return set(self.coordinator.managers[0].tables)
 
     def swapped(self) -> set[str]:
         """Return ids of the requests that are swapped out."""
@@ -514,7 +437,7 @@ class KVCacheManager:
 
     def pop_events(self) -> list[KVCacheEvent]:
         """Return prefix cache events since the last call, in order; empty without `enable_events`."""
-        return [] if self._events is None else self._events.take()
+        return [] if self.events is None else self.events.take()
 
     def check_integrity(self) -> None:
         """Check every invariant of `quire.kv_cache.integrity`.
@@ -522,7 +445,7 @@ class KVCacheManager:
         Raises:
             IntegrityError: internal bug; holds the state.
         """
-        check_integrity(self._pool, self._coordinator.managers)
+        check_integrity(self._pool, self.coordinator.managers)
 
 
 def is_swap_faster(costs: SwapCosts, num_bytes: int, num_tokens: int) -> bool:

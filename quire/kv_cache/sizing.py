@@ -14,13 +14,13 @@ from quire.config import EngineConfig
 from quire.config.kv_store import BUFFER_BYTES
 from quire.config.pooling import TOKEN_TASKS
 from quire.errors import ConfigError
+from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import (
     Groups,
     KVCacheConfig,
     KVCacheSpec,
     KVMemory,
     fit_states,
-    group_layers,
     of_layers,
     tensor_block_bytes,
 )

@@ -31,8 +31,9 @@ from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.rows import RowResult
 from quire.kv_store.jobs import RowJobs, RowsJob, can_go_on
 from quire.scheduler.explain import Cause
+from quire.scheduler.feature_stats import StoreStats
 from quire.scheduler.holds import Hold
-from quire.scheduler.output import RequestUpdate, SchedulerStats, StoreStats
+from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

@@ -35,8 +35,9 @@ from quire.kv_store import tier
 from quire.kv_store.jobs import RowJobs, RowsJob, can_go_on
 from quire.kv_transfer_params import PULL_FAILED, KVOffer, KVTransfer
 from quire.scheduler.explain import Cause
+from quire.scheduler.feature_stats import TransferStats
 from quire.scheduler.holds import Hold
-from quire.scheduler.output import RequestUpdate, SchedulerStats, TransferStats
+from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,11 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.distributed.group import ALONE, Group
 from quire.kernels import ops
-from quire.kernels.reference import tree_sum
+from quire.kernels.reference_collectives import tree_sum
 from quire.layers.base import Module, activation_dtype, model_dtype
+from quire.layers.head_norms import added_up
 from quire.layers.linear import ExactLinear
-from quire.layers.norm import added_up, block_norm
+from quire.layers.norm import block_norm
 from quire.layers.shard import Shard, ShardSpan
 from quire.layers.step import StepContext
 from quire.layers.vectors import LayerVector, VectorLayer

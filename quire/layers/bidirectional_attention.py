@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.kernels import ops
 from quire.kernels.attention_metadata import GroupMetadata
 from quire.kv_cache.spec import EncoderOnlySpec, KVCacheSpec
-from quire.layers.attention import slopes
+from quire.layers.attention_parts import slopes
 from quire.layers.base import Module, activation_dtype, device_type
 from quire.layers.norm import RMSNorm
 from quire.layers.relative_bias import RelativeBias

@@ -23,7 +23,8 @@ from quire.layers.attention import kv_cache_dtype
 from quire.layers.base import Module, RowSource, activation_dtype, device_type, model_dtype
 from quire.layers.kv_cache import cache_planes
 from quire.layers.linear import Linear
-from quire.layers.norm import PerHeadLinear, RMSNorm
+from quire.layers.norm import RMSNorm
+from quire.layers.per_head_linear import PerHeadLinear
 from quire.layers.rotary import RotaryEmbedding, Unrotated
 from quire.layers.shard import ShardSpan
 from quire.layers.step import StepContext

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels import ops
-from quire.layers.attention import slopes
+from quire.layers.attention_parts import slopes
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
+from quire.layers.head_norms import SharedRMSNorm
 from quire.layers.linear import Linear, QKVLinear
-from quire.layers.norm import RMSNorm, SharedRMSNorm
+from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import Shard, ShardSpan
 from quire.layers.states import StateCache

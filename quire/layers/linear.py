@@ -5,7 +5,6 @@ Shapes: T tokens, K input features, N output features, Hq/Hkv query and key-valu
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,28 +20,7 @@ from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Partition, Shard, ShardSpan, StackMember
 from quire.layers.slot import Slot, length
 from quire.layers.step import StepContext
-
-
-@dataclass(frozen=True)
-class LayerTurns:
-    """Model layers that take turns at one shared linear layer; adapters treat them as separate.
-
-    In a turn, adapter rows are counted from that turn's slots on.
-    """
-
-    layers: tuple[int, ...]
-    """Layer numbers; the checkpoint stores the layer at `home`."""
-    home: int
-    idle: tuple[int, ...] = ()
-    """Layer numbers at which the model has the layer but never calls it."""
-    slots: SharedStacks = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "slots", SharedStacks(range(len(self.layers))))
-
-    def name_at(self, layer: int, name: str) -> str:
-        """Return the layer's name at that layer number."""
-        return name.replace(f".layers.{self.home}.", f".layers.{layer}.", 1)
+from quire.layers.turns import LayerTurns
 
 
 class Linear(MatrixLayer):
@@ -176,11 +154,10 @@ class QKVLinear(Linear):
 
     `grouped`: the checkpoint stores in one tensor the query heads of the first key-value head, its key, its value, then
     those of the next; or it has the queries apart, and the rest so. `gated`: each query head has a gate, stored after
-    its
-    query. `clip` bounds the outputs. `paired`: each head of the first half belongs to one of the second, and ranks hold
-    pairs. With several `blocks` the checkpoint has, in one tensor, that fraction of the queries, the values and the
-    keys, then the next of each. `merged`: the outputs are read as one tensor [T, N]. Without `values` there are queries
-    and keys.
+    its query. `clip` bounds the outputs. `paired`: each head of the first half belongs to one of the second, and ranks
+    hold pairs. With several `blocks` the checkpoint has, in one tensor, that fraction of the queries, the values and
+    the keys, then the next of each. `merged`: the outputs are read as one tensor [T, N]. Without `values` there are
+    queries and keys.
     """
 
     def __init__(
@@ -283,8 +260,7 @@ class GateUpLinear(Linear):
     """Merged gate and up projections of a gated MLP: `act(gate(x)) * up(x)`, [T, K] -> [T, I].
 
     With `prepare` it is `act(prepare(gate(x))) * up(x)`. `up_first`: a merged checkpoint tensor has the rows of up
-    before
-    those of gate.
+    before those of gate.
     """
 
     def __init__(

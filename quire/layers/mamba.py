@@ -21,8 +21,9 @@ from quire.kernels import ops
 from quire.kernels.attention_metadata import StateMetadata
 from quire.layers.activation import PLAIN
 from quire.layers.base import Layer, Module, RowSource, activation_dtype, model_dtype, parameter
+from quire.layers.head_norms import HeadRMSNorm, SharedRMSNorm
 from quire.layers.linear import Linear
-from quire.layers.norm import HeadRMSNorm, RMSNorm, SharedRMSNorm
+from quire.layers.norm import RMSNorm
 from quire.layers.quantization import QuantMethod
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import WHOLE, Shard, ShardSpan

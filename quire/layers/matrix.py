@@ -46,11 +46,9 @@ class MatrixLayer(Layer):
     """Base of layers with a weight [N, K] and optionally a bias [N].
 
     `spans` are the parts of N that are sharded separately: the merged checkpoint modules, or the parts of a module that
-    is
-    stored merged, perhaps in `groups`: an equal part of each span, then the next of each. `transposed`: the checkpoint
-    stores [K, N]. A weight that is `only_looked_up` is never quantized. One with a `member` is a whole matrix of
-    several
-    that are distributed over ranks (experts): this rank has all of it or nothing.
+    is stored merged, perhaps in `groups`: an equal part of each span, then the next of each. `transposed`: the
+    checkpoint stores [K, N]. A weight that is `only_looked_up` is never quantized. One with a `member` is a whole
+    matrix of several that are distributed over ranks (experts): this rank has all of it or nothing.
     """
 
     makes_products = False

@@ -17,11 +17,12 @@ from quire.config.arch import SharedBlocksArch
 from quire.layers.activation import GATED
 from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype, model_dtype
-from quire.layers.linear import LayerTurns, Linear, QKVLinear
+from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import Partition, ShardSpan
 from quire.layers.step import StepContext
+from quire.layers.turns import LayerTurns
 
 
 class Adapters(nn.ModuleDict):

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from quire.distributed.group import Group
 from quire.errors import ConfigError
 from quire.kernels import ops
-from quire.kernels.reference import tree_sum
+from quire.kernels.reference_collectives import tree_sum
 from quire.layers.altup import GaussianTop
 from quire.layers.base import Module
 from quire.layers.experts import InStack, LinearInStack
+from quire.layers.head_norms import SharedRMSNorm
 from quire.layers.linear import Linear
-from quire.layers.norm import SharedRMSNorm
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Shard
 from quire.layers.slot import Slot

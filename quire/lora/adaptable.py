@@ -18,10 +18,11 @@ from quire.layers.adapter_rows import AdapterEmbeddingRows, AdapterOutputRows
 from quire.layers.base import Layer
 from quire.layers.embedding import HeadAdapters, TableAdapters, VocabEmbedding
 from quire.layers.head import HeadLinear
-from quire.layers.linear import LayerTurns, Linear
+from quire.layers.linear import Linear
 from quire.layers.matrix import ModuleRows
-from quire.layers.norm import PerHeadLinear
+from quire.layers.per_head_linear import PerHeadLinear
 from quire.layers.slot import length
+from quire.layers.turns import LayerTurns
 from quire.models.base import CausalLM, Uncut
 
 

@@ -17,7 +17,7 @@ from quire.distributed.group import Group
 from quire.errors import ModelLoadError
 from quire.kernels import ops
 from quire.kernels.low_rank import LowRankStacks
-from quire.kernels.reference import tree_sum
+from quire.kernels.reference_collectives import tree_sum
 from quire.layers.adapter_rows import AdapterTokenRows
 from quire.layers.embedding import VocabEmbedding
 from quire.lora.adapted import TABLES, AdaptedModule, tensor_error

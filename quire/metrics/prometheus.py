@@ -24,14 +24,14 @@ from quire.metrics.catalog import (
     make_family,
 )
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats, StatLogger
-from quire.scheduler.output import (
+from quire.scheduler.feature_stats import (
     AdapterStats,
     EncoderStats,
-    SchedulerStats,
     SpecDecodingStats,
     StoreStats,
     TransferStats,
 )
+from quire.scheduler.output import SchedulerStats
 
 GAUGES = {
     "num_requests_running": "num_running",

@@ -20,8 +20,9 @@ from quire import private_directories
 from quire.config import ModelRouterConfig, ServerConfig
 from quire.entrypoints.openai.api_server import listen, loop_factory
 from quire.entrypoints.openai.connection import http_config
+from quire.entrypoints.openai.greeting import base_url, reaches_others
 from quire.entrypoints.openai.keys import with_keys_of_environment
-from quire.entrypoints.openai.lifecycle import GRACE_S, HttpServer, base_url, reaches_others
+from quire.entrypoints.openai.lifecycle import GRACE_S, HttpServer
 from quire.entrypoints.openai.service_manager import ServiceManager
 from quire.entrypoints.openai.start_signals import StartSignals, drain_signals
 from quire.errors import StartupError

@@ -60,14 +60,16 @@ BUILT_IN: dict[str, BuiltIn] = {
     row.architecture: row
     for row in (
         BuiltIn("AfmoeForCausalLM", "experts:read_afmoe", "Trinity Nano, Mini and Large"),
-        BuiltIn("ApertusForCausalLM", "llama:read_apertus", "Apertus"),
+        BuiltIn("ApertusForCausalLM", "llama_like:read_apertus", "Apertus"),
         BuiltIn("AquilaForCausalLM", "llama:read_llama", "Aquila 2", oracle="Llama of transformers"),
         BuiltIn("ArceeForCausalLM", "llama:read_arcee", "AFM 4.5B"),
         BuiltIn("ArcticForCausalLM", "experts:read_arctic", "Snowflake Arctic", oracle="plain torch"),
-        BuiltIn("BaiChuanForCausalLM", "llama:read_baichuan", "Baichuan 7B", oracle="Llama of transformers"),
+        BuiltIn(
+            "BaiChuanForCausalLM", "llama_like:read_baichuan", "Baichuan 7B", oracle="Llama of transformers"
+        ),
         BuiltIn(
             "BaichuanForCausalLM",
-            "llama:read_baichuan",
+            "llama_like:read_baichuan",
             "Baichuan 2 7B and 13B, Baichuan 13B",
             oracle="Llama of transformers, told ALiBi's biases as a mask",
         ),
@@ -111,9 +113,9 @@ BUILT_IN: dict[str, BuiltIn] = {
             oracle="Glm of transformers",
         ),
         BuiltIn("CodeGenForCausalLM", "gpt2:read_codegen", "CodeGen 350M to 16B"),
-        BuiltIn("Cohere2ForCausalLM", "llama:read_cohere2", "Command A, Command R7B, Tiny Aya"),
-        BuiltIn("CohereForCausalLM", "llama:read_cohere", "Command R, Command R+, Aya 23 and Expanse"),
-        BuiltIn("CwmForCausalLM", "llama:read_cwm", "Code World Model"),
+        BuiltIn("Cohere2ForCausalLM", "llama_like:read_cohere2", "Command A, Command R7B, Tiny Aya"),
+        BuiltIn("CohereForCausalLM", "llama_like:read_cohere", "Command R, Command R+, Aya 23 and Expanse"),
+        BuiltIn("CwmForCausalLM", "llama_like:read_cwm", "Code World Model"),
         BuiltIn("DbrxForCausalLM", "experts:read_dbrx", "DBRX"),
         BuiltIn(
             "DeciLMForCausalLM",
@@ -129,10 +131,10 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("DeepseekV2ForCausalLM", "deepseek:read_deepseek_v2", "DeepSeek-V2, V2 Lite, V2.5, Coder V2"),
         BuiltIn("DeepseekV3ForCausalLM", "deepseek:read_deepseek_v3", "DeepSeek-V3, V3.1, R1, Kimi K2"),
-        BuiltIn("DiffLlamaForCausalLM", "llama:read_diffllama", "DiffLlama 0.3B"),
+        BuiltIn("DiffLlamaForCausalLM", "llama_like:read_diffllama", "DiffLlama 0.3B"),
         BuiltIn("Dots1ForCausalLM", "experts:read_dots1", "dots.llm1"),
         BuiltIn("Ernie4_5_MoeForCausalLM", "experts:read_ernie_moe", "ERNIE 4.5 21B-A3B and 300B-A47B"),
-        BuiltIn("Ernie4_5ForCausalLM", "llama:read_ernie", "ERNIE 4.5 0.3B"),
+        BuiltIn("Ernie4_5ForCausalLM", "llama_like:read_ernie", "ERNIE 4.5 0.3B"),
         BuiltIn("Exaone4ForCausalLM", "exaone:read_exaone4", "EXAONE 4"),
         BuiltIn(
             "ExaoneForCausalLM",
@@ -176,18 +178,22 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn(
             "GraniteMoeSharedForCausalLM", "granite:read_granite_moe", "Granite 3 MoE with a shared expert"
         ),
-        BuiltIn("HeliumForCausalLM", "llama:read_helium", "Helium 1"),
+        BuiltIn("HeliumForCausalLM", "llama_like:read_helium", "Helium 1"),
         BuiltIn("HunYuanDenseV1ForCausalLM", "olmo:read_hunyuan", "Hunyuan 0.5B to 7B"),
         BuiltIn("HunYuanMoEV1ForCausalLM", "experts:read_hunyuan_moe", "Hunyuan A13B"),
         BuiltIn("HyperCLOVAXForCausalLM", "granite:read_hyperclovax", "HyperCLOVA X SEED"),
         BuiltIn(
             "InternLM2ForCausalLM",
-            "llama:read_internlm2",
+            "llama_like:read_internlm2",
             "InternLM 2 and 2.5",
             oracle="Llama of transformers",
         ),
-        BuiltIn("InternLM3ForCausalLM", "llama:read_internlm3", "InternLM 3", oracle="Llama of transformers"),
-        BuiltIn("InternLMForCausalLM", "llama:read_internlm", "InternLM", oracle="Llama of transformers"),
+        BuiltIn(
+            "InternLM3ForCausalLM", "llama_like:read_internlm3", "InternLM 3", oracle="Llama of transformers"
+        ),
+        BuiltIn(
+            "InternLMForCausalLM", "llama_like:read_internlm", "InternLM", oracle="Llama of transformers"
+        ),
         BuiltIn("Jais2ForCausalLM", "gpt2:read_jais2", "Jais 2"),
         BuiltIn("JAISLMHeadModel", "gpt2:read_jais", "Jais 13B and 30B", oracle="plain torch"),
         BuiltIn("JambaForCausalLM", "mamba:read_jamba", "Jamba, Jamba 1.5 to 1.7, Jamba Reasoning 3B"),
@@ -208,7 +214,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("MiniCPM3ForCausalLM", "deepseek:read_minicpm3", "MiniCPM 3 4B"),
         BuiltIn(
             "MiniCPMForCausalLM",
-            "llama:read_minicpm",
+            "llama_like:read_minicpm",
             "MiniCPM 1 and 2, MiniCPM 4 without sparse attention",
             oracle="Granite of transformers",
         ),
@@ -224,7 +230,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "MiniMax-Text-01 and M1 as published",
             oracle="MiniMax of transformers",
         ),
-        BuiltIn("Ministral3ForCausalLM", "llama:read_ministral3", "Ministral 3 3B to 14B (text)"),
+        BuiltIn("Ministral3ForCausalLM", "llama_like:read_ministral3", "Ministral 3 3B to 14B (text)"),
         BuiltIn("MinistralForCausalLM", "llama:read_ministral", "Ministral 8B"),
         BuiltIn(
             "MistralForCausalLM", "llama:read_mistral", "Mistral 7B, Nemo, Small", bidirectional_decoder=True
@@ -234,7 +240,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "MPTForCausalLM", "gpt2:read_mpt", "MPT 7B and 30B as published", oracle="Mpt of transformers"
         ),
         BuiltIn("MptForCausalLM", "gpt2:read_mpt", "MPT 7B and 30B in the form of transformers"),
-        BuiltIn("NanoChatForCausalLM", "llama:read_nanochat", "nanochat"),
+        BuiltIn("NanoChatForCausalLM", "llama_like:read_nanochat", "nanochat"),
         BuiltIn("NemotronForCausalLM", "gpt2:read_nemotron", "Nemotron 4, Minitron"),
         BuiltIn(
             "NemotronHForCausalLM",
@@ -276,7 +282,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("SeedOssForCausalLM", "llama:read_seed_oss", "Seed-OSS 36B"),
         BuiltIn("SmolLM3ForCausalLM", "llama:read_smollm3", "SmolLM 3"),
-        BuiltIn("SolarForCausalLM", "llama:read_solar", "Solar Pro", oracle="plain torch"),
+        BuiltIn("SolarForCausalLM", "llama_like:read_solar", "Solar Pro", oracle="plain torch"),
         BuiltIn("SolarOpenForCausalLM", "experts:read_solar_open", "Solar Open 100B"),
         BuiltIn(
             "StableLMEpochForCausalLM",
@@ -288,11 +294,13 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("Starcoder2ForCausalLM", "gpt2:read_starcoder2", "StarCoder 2"),
         BuiltIn(
             "TeleChat2ForCausalLM",
-            "llama:read_telechat",
+            "llama_like:read_telechat",
             "TeleChat 2 3B to 115B",
             oracle="plain torch",
         ),
-        BuiltIn("TelechatForCausalLM", "llama:read_telechat", "TeleChat 7B and 12B", oracle="plain torch"),
+        BuiltIn(
+            "TelechatForCausalLM", "llama_like:read_telechat", "TeleChat 7B and 12B", oracle="plain torch"
+        ),
         BuiltIn("VaultGemmaForCausalLM", "gemma:read_vaultgemma", "VaultGemma 1B"),
         BuiltIn("XGLMForCausalLM", "gpt2:read_xglm", "XGLM"),
         BuiltIn("XverseForCausalLM", "llama:read_llama", "XVERSE 7B to 65B", oracle="Llama of transformers"),

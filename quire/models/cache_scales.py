@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.layers.attention import Attention, CacheScales, for_all_heads
+from quire.layers.attention import Attention
+from quire.layers.attention_parts import CacheScales, for_all_heads
 from quire.layers.base import device_type
 from quire.layers.shard import WHOLE, Shard
 from quire.models.base import CausalLM

@@ -7,7 +7,7 @@ Shapes: T tokens of the step, H hidden size, N rows of logits, V vocabulary rows
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -16,41 +16,13 @@ from torch import Tensor, nn
 from quire.config import EngineConfig, ModelArch
 from quire.layers.base import activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
-from quire.layers.kv_cache import CacheUser
-from quire.layers.matrix import MatrixLayer
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
-from quire.models.blocks import BLOCKS, HalvedBlock
+from quire.models.block_kinds import BLOCKS
+from quire.models.blocks import HalvedBlock
 from quire.models.stack import Stack
-
-
-def kinds_of(layers: Iterable[nn.Module]) -> list[list[int]]:
-    """Group layer numbers by kind, in the order of first occurrence.
-
-    Layers of a kind take the same time: the same modules, with parameters of the same shapes and formats. Invariant:
-    kinds
-    are found on a model without weights, from the modules and never from names or numbers.
-    """
-    kinds: dict[Hashable, list[int]] = {}
-    for number, layer in enumerate(layers):
-        kinds.setdefault(tuple(map(_traits, *zip(*layer.named_modules(), strict=True))), []).append(number)
-    return list(kinds.values())
-
-
-def _traits(path: str, module: nn.Module) -> Hashable:
-    """Return what determines the time of a module in a layer; its cache spec says how much of the cache it reads."""
-    params = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters(recurse=False))
-    matrix = (type(module.method), module.method.scheme) if isinstance(module, MatrixLayer) else None
-    return (
-        path,
-        type(module),
-        params,
-        matrix,
-        module.kv_cache_spec() if isinstance(module, CacheUser) else None,
-    )
-
 
 POSITIONS: dict[str, type[PositionEmbedding] | type[SinusoidalEmbedding]] = {
     "learned": PositionEmbedding,
@@ -172,8 +144,7 @@ class Decoder(Stack):
         self, inputs: Tensor, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, dict[int, Tensor], dict[int, Tensor]]:
         """Return the input of the stage's first layer [T, H], kept states of earlier layers, and inputs of layers where
-        skips
-        start.
+        skips start.
         """
         if self.enters:
             return self._embedded(inputs, positions, step), {}, {}

@@ -20,7 +20,7 @@ from quire.layers.norm import block_norm
 from quire.layers.relative_bias import RelativeBias
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
-from quire.models.blocks import BLOCKS
+from quire.models.block_kinds import BLOCKS
 from quire.models.decoder import rotaries_of
 from quire.models.stack import Stack
 

@@ -15,8 +15,9 @@ from quire.config import EngineConfig
 from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype
 from quire.layers.experts import ExpertRouter, Experts
+from quire.layers.head_norms import HeadRMSNorm
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import HeadRMSNorm, block_norm
+from quire.layers.norm import block_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import ShardSpan
 from quire.layers.step import StepContext

@@ -16,12 +16,13 @@ from quire.config import EngineConfig
 from quire.kernels.linear import Function
 from quire.layers.activation import FUNCTIONS
 from quire.layers.attention import Attention
+from quire.layers.attention_variants import SharedKVAttention
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.self_attention import SelfAttention, SharedKVAttention
+from quire.layers.self_attention import SelfAttention
 from quire.layers.shard import Partition
 from quire.layers.step import StepContext
 from quire.models.decoder import of_layer, rotaries_of

@@ -28,19 +28,12 @@ from quire.models.cache_scales import load_cache_scales
 from quire.models.construction import construct
 from quire.models.methods import log_methods, quant_methods
 from quire.models.packed_cache import SUFFIX, PackedCache, packed_key
+from quire.models.random_weights import AnyWeights, RandomWeights
 from quire.models.registry import ModelRegistry
 from quire.models.sharding import SHARED, SLICED, apply_shards, check_ranks, check_shared
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
 from quire.models.stages import ALL, Stage, apply_stage
-from quire.models.weights import (
-    AnyWeights,
-    CheckpointWeights,
-    MappedCopy,
-    NoteBytes,
-    RandomWeights,
-    TensorReader,
-    Weights,
-)
+from quire.models.weights import CheckpointWeights, MappedCopy, NoteBytes, TensorReader, Weights
 from quire.plugins import import_place
 
 logger = logging.getLogger(__name__)

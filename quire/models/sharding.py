@@ -13,17 +13,21 @@ from torch import nn
 from quire.errors import ConfigError
 from quire.layers.activation import XIELU
 from quire.layers.altup import AltUp, GaussianTop, Scale
-from quire.layers.attention import Attention, Sinks, TemperatureTuning
+from quire.layers.attention import Attention
+from quire.layers.attention_parts import Sinks, TemperatureTuning
+from quire.layers.attention_variants import (
+    DifferentialAttention,
+    Lambda,
+    MixtureOfAttention,
+    ParallelAttentionMamba,
+    SharedKVAttention,
+)
 from quire.layers.base import Module
 from quire.layers.bidirectional_attention import BidirectionalAttention
-from quire.layers.embedding import (
-    PositionEmbedding,
-    SinusoidalEmbedding,
-    TokenTypeEmbedding,
-    VocabEmbedding,
-)
+from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, TokenTypeEmbedding, VocabEmbedding
 from quire.layers.experts import EXPERTS, ExpertRouter, LinearInStack, SparseMLP
 from quire.layers.gated_delta_net import DeltaRule, GatedDeltaNet, KimiDeltaAttention
+from quire.layers.head_norms import EachHeadLayerNorm, HeadRMSNorm, SharedRMSNorm
 from quire.layers.latent_attention import LatentAttention, LatentSelfAttention
 from quire.layers.lightning_attention import LightningAttention, LightningScan, RotatedLightningAttention
 from quire.layers.linear import ExactLinear, GateUpLinear, Linear, QKVLinear
@@ -40,23 +44,17 @@ from quire.layers.mamba import (
     UnitRMSNorm,
 )
 from quire.layers.mlp import GatedMLP, PlainMLP
-from quire.layers.norm import EachHeadLayerNorm, HeadRMSNorm, LayerNorm, PerHeadLinear, RMSNorm, SharedRMSNorm
+from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.per_head_linear import PerHeadLinear
 from quire.layers.relative_bias import RelativeBias
 from quire.layers.rotary import RotaryEmbedding, Unrotated
 from quire.layers.rwkv7 import ChannelMix, TimeMix, TokenShift, VectorRows
-from quire.layers.self_attention import (
-    DifferentialAttention,
-    Lambda,
-    MixtureOfAttention,
-    ParallelAttentionMamba,
-    SelfAttention,
-    SharedKVAttention,
-)
+from quire.layers.self_attention import SelfAttention
 from quire.layers.shard import Shard
 from quire.layers.shared_block import Adapters, SharedAttention, SharedBlock, SharedMLP
 from quire.layers.states import StateCache
 from quire.layers.vectors import OutBias
-from quire.models.blocks import BLOCKS
+from quire.models.block_kinds import BLOCKS
 from quire.models.decoder import Decoder, DecoderForCausalLM
 from quire.models.encoder import ClassifierHead, EncoderModel, EncoderStack
 from quire.models.gemma3n import Gemma3nBlock, Gemma3nDecoder, Gemma3nForCausalLM, Laurel, TokenTable

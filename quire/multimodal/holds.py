@@ -27,8 +27,9 @@ from quire.errors import ConflictError, ValidationError
 from quire.executor.base import Executor
 from quire.media import EncodeProgress, MediaItem
 from quire.scheduler.explain import Cause
+from quire.scheduler.feature_stats import EncoderStats
 from quire.scheduler.holds import Hold
-from quire.scheduler.output import EncoderStats, RequestUpdate, SchedulerStats
+from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.scheduler import Scheduler
 
 DETAIL = "its media"

@@ -21,7 +21,8 @@ from quire.config import ASSETS, EngineConfig
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ConfigError
-from quire.kv_cache.spec import KVCacheConfig, RecurrentStateSpec, fit_states, group_layers
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import KVCacheConfig, RecurrentStateSpec, fit_states
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.layers.linear import Linear
 from quire.layers.step import StepContext

@@ -1,241 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues of unfinished requests, retained requests, and the accounting of waiting.
+"""Queues of unfinished requests.
 
-`RequestQueues`: every unfinished request is in one place, which its status names. RUNNING requests hold blocks and a
+Every unfinished request is in one place, which its status names. RUNNING requests hold blocks and a
 worker row; all others wait, in the policy's queue if they are ready, else held. Each transition is one method here,
 which updates the policy, the wait accounting and the KV cache in the right order.
-
-`RetainedRequests`: finished requests whose blocks stay for forks, as beam search needs: each of its steps finishes all
-beams and starts others as their forks. Invariant: retained blocks are freed first when blocks are short; a fork that
-comes too late computes again what it would have shared. A retained request is dropped once it is closed and has no
-waiting fork.
-
-`WaitAccount`: records what each request waits for. Invariant: no plan depends on it, and it does work only for
-requests whose cause changes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from itertools import chain, islice
-from operator import attrgetter
 from types import MappingProxyType
 
 from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixHit
-from quire.scheduler.explain import Cause, Explanation
+from quire.scheduler.explain import Explanation
 from quire.scheduler.holds import HeldRequests, Hold, HoldKey
 from quire.scheduler.policies import Policy, RankedRequests
 from quire.scheduler.request import Request, RequestStatus
-from quire.scheduler.step import Blocked, StepPlan
-
-
-class RetainedRequests:
-    """Finished requests that are retained for forks."""
-
-    def __init__(self, kv: KVCacheManager) -> None:
-        self._kv = kv
-        self._retained: dict[str, Request] = {}
-        self._waiting: dict[str, set[Request]] = {}
-        self._closed: set[str] = set()
-        self._with_blocks: dict[str, Request] = {}
-
-    def retain(self, request: Request) -> None:
-        """Retain a finished request and its blocks."""
-        self._retained[request.request_id] = self._with_blocks[request.request_id] = request
-        self._waiting[request.request_id] = set()
-
-    def get(self, request_id: str) -> Request | None:
-        """Return the retained request with this id."""
-        return self._retained.get(request_id)
-
-    def has_blocks(self, request: Request) -> bool:
-        """Return whether forks of a request can still share its blocks."""
-        return self._with_blocks.get(request.request_id) is request
-
-    @property
-    def holders(self) -> set[str]:
-        """Ids of retained requests that hold blocks."""
-        return set(self._with_blocks)
-
-    def register_fork(self, fork: Request, parent: Request) -> None:
-        """Register a fork of a retained request."""
-        self._waiting[parent.request_id].add(fork)
-
-    def unregister_fork(self, fork: Request) -> None:
-        """Unregister a fork that has started or finished, and so no longer needs its parent."""
-        if fork.parent is None or self._retained.get(fork.parent.request_id) is not fork.parent:
-            return
-        self._waiting[fork.parent.request_id].discard(fork)
-        self._forget_unused(fork.parent.request_id)
-
-    def close(self, request_id: str) -> None:
-        """Accept no more forks of this request; unknown ids are ignored."""
-        if request_id in self._retained:
-            self._closed.add(request_id)
-            self._forget_unused(request_id)
-
-    def free_blocks(self) -> bool:
-        """Free the blocks of all retained requests; False if there were none."""
-        dropped, self._with_blocks = self._with_blocks, {}
-        for request in dropped.values():
-            self._kv.free(request)
-        return bool(dropped)
-
-    def _forget_unused(self, request_id: str) -> None:
-        if request_id not in self._closed or self._waiting[request_id]:
-            return
-        self._closed.discard(request_id)
-        del self._retained[request_id], self._waiting[request_id]
-        request = self._with_blocks.pop(request_id, None)
-        if request is not None:
-            self._kv.free(request)
-
-
-NUM_REMEMBERED = 256  # Finished requests that can still be explained.
-
-_number = attrgetter("number")
-
-
-class WaitAccount:
-    """Recorder of what each request waits for.
-
-    The first queued request has a cause of its own, as have requests without an adapter slot; all others wait behind
-    it or have been overtaken. A request is overtaken when one that arrived later starts while it is ready. It may have
-    become ready late, so requests that are not overtaken are kept in order of arrival, not of queueing.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._queued: dict[Request, None] = {}  # since the last plan
-        self._not_overtaken: list[Request] = []
-        self._blocked: dict[Request, None] = {}
-        self._capped: set[Request] = set()
-        self._ended: OrderedDict[str, Explanation] = OrderedDict()
-
-    def queue(self, request: Request, now: float) -> None:
-        """Record that a request is ready; no step is planned before the running one has ended."""
-        if request.status is RequestStatus.PREEMPTED:  # the cause stays, even after a hold
-            request.wait.enter(Cause.PREEMPTED, now)
-            return
-        request.wait.enter(Cause.NEXT_STEP, now)
-        self._queued[request] = None
-        insort(self._not_overtaken, request, key=_number)
-
-    def hold(self, request: Request, hold: Hold, now: float) -> None:
-        """Record that a request is held."""
-        request.wait.enter(hold.cause, now, hold.detail)
-
-    def leave(self, request: Request) -> None:
-        """Record that a request has left the queue without starting."""
-        self._queued.pop(request, None)
-        self._blocked.pop(request, None)
-        if not self._is_overtaken(request):
-            del self._not_overtaken[bisect_left(self._not_overtaken, request.number, key=_number)]
-
-    def start(self, request: Request, now: float) -> None:
-        """Record that a request starts; if for the first time, earlier ready requests have been overtaken."""
-        request.wait.enter(None, now)
-        if request.status is RequestStatus.PREEMPTED:
-            return
-        while self._not_overtaken and self._not_overtaken[0].number <= request.number:
-            earlier = self._not_overtaken.pop(0)
-            if earlier is not request:
-                earlier.wait.enter(self._policy.overtaken, now)
-
-    def preempt(self, request: Request, by: Request, now: float) -> None:
-        """Record a preemption, by another request or for lack of blocks."""
-        detail = by.request_id if by.tenant == request.tenant else "a request of another tenant"
-        request.wait.enter(Cause.PREEMPTED, now, "lack of blocks" if by is request else detail)
-
-    def pause(self, request: Request, now: float) -> None:
-        """Record that the sleeping engine holds up a request."""
-        request.wait.enter(Cause.ASLEEP, now)
-
-    def preempt_for_sleep(self, request: Request, now: float) -> None:
-        """Record a preemption by sleep, which remains the present cause."""
-        request.wait.enter(Cause.PREEMPTED, now, "the engine's sleep")
-        request.wait.enter(Cause.ASLEEP, now)
-
-    def resume(self, request: Request, now: float) -> None:
-        """Record that the engine is awake; the next plan refines the cause."""
-        if request.status is RequestStatus.WAITING:
-            request.wait.enter(Cause.NEXT_STEP, now)
-            self._queued[request] = None
-        else:
-            request.wait.enter(Cause.PREEMPTED if request.status is RequestStatus.PREEMPTED else None, now)
-
-    def plan(self, step: StepPlan, now: float) -> None:
-        """Record, after planning a step, the blocked requests and the prompts that were capped."""
-        for request in self._queued:
-            self._fall_behind(request, now)
-        self._queued.clear()
-        blocked = [Blocked(request, Cause.ADAPTER) for request in step.passed_over]
-        if step.blocked is not None:
-            blocked.append(step.blocked)
-        before, self._blocked = self._blocked, dict.fromkeys(one.request for one in blocked)
-        for request in before.keys() - self._blocked.keys():
-            self._fall_behind(request, now)
-        for request, cause, num_blocks in blocked:
-            # PREEMPTED stays the cause of a preempted request.
-            if request.status is RequestStatus.WAITING:
-                request.wait.enter(cause, now, num_blocks)
-        if self._capped or step.capped:
-            self._note_capped(step, now)
-
-    def finish(self, request: Request, now: float) -> None:
-        """Record that a request has finished, and keep its explanation for a while."""
-        request.wait.enter(None, now)
-        self._capped.discard(request)
-        self._ended[request.request_id] = _explanation(request, now)
-        self._ended.move_to_end(request.request_id)
-        if len(self._ended) > NUM_REMEMBERED:
-            self._ended.popitem(last=False)
-
-    def explain(self, request: Request, now: float) -> Explanation:
-        """Explain an unfinished request."""
-        waits = request.status is not RequestStatus.RUNNING
-        ahead = enumerate(self._policy) if waits else ()
-        return _explanation(request, now, next((n for n, other in ahead if other is request), 0))
-
-    def explain_ended(self, request_id: str) -> Explanation | None:
-        """Explain one of the last `NUM_REMEMBERED` finished requests."""
-        return self._ended.get(request_id)
-
-    def _is_overtaken(self, request: Request) -> bool:
-        place = bisect_left(self._not_overtaken, request.number, key=_number)
-        return not (place < len(self._not_overtaken) and self._not_overtaken[place] is request)
-
-    def _fall_behind(self, request: Request, now: float) -> None:
-        if request.status is RequestStatus.WAITING:
-            overtaken = self._is_overtaken(request)
-            request.wait.enter(self._policy.overtaken if overtaken else Cause.BEHIND, now)
-
-    def _note_capped(self, step: StepPlan, now: float) -> None:
-        """Record prompts that were capped; the cause ends when a step takes part of the prompt uncapped, or on
-        preemption.
-        """
-        self._capped = {request for request in self._capped if request.wait.cause is Cause.LONG_PREFILL_CAP}
-        for request in self._capped.intersection(chunk.request for chunk in step.chunks) - step.capped:
-            request.wait.enter(None, now)
-        for request in step.capped:
-            request.wait.enter(Cause.LONG_PREFILL_CAP, now)
-        self._capped |= step.capped
-
-
-def _explanation(request: Request, now: float, num_ahead: int = 0) -> Explanation:
-    shares = request.wait.shares(now)
-    return Explanation(
-        request_id=request.request_id,
-        status=request.status.name.lower(),
-        waited_ns=sum(share.duration_ns for share in shares),
-        shares=shares,
-        cause=request.wait.cause.name.lower() if request.wait.cause else None,
-        num_ahead=num_ahead,
-        num_preemptions=request.num_preemptions,
-        tenant=request.tenant,
-    )
+from quire.scheduler.retained import RetainedRequests
+from quire.scheduler.step import StepPlan
+from quire.scheduler.wait_account import WaitAccount
 
 
 class RequestQueues:

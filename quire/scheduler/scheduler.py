@@ -4,11 +4,6 @@
 Invariant: pure. Requests, results and the time come in as arguments and plans go out. There is no clock, no
 I/O, no randomness and no torch here, so the same events always give the same plans.
 
-Forks start with the whole prompt of another request (`n` completions), or with all that a retained request has
-computed (the next beams of a search). Invariant: a child is held only while its parent is unfinished and has sampled
-nothing, so it waits for work that is done anyway and never forever. A preempted parent still resumes, and precedes a
-child of the same priority and tenant.
-
 `check_stop` is a pure function of tokens and parameters; stop strings are left to the front end, which has the text.
 
 Invariant of updates: nothing is reported twice, even if it is computed twice.
@@ -17,7 +12,7 @@ Invariant of updates: nothing is reported twice, even if it is computed twice.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from msgspec import structs
 
@@ -25,73 +20,32 @@ from quire.adapters import name_in
 from quire.config import EngineConfig
 from quire.errors import EngineError, ValidationError
 from quire.kv_cache.events import KVCacheEvent
-from quire.kv_cache.hashing import BlockHash
-from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixLoad
+from quire.kv_cache.manager import IntegrityError, KVCacheManager
 from quire.kv_cache.spec import KVCacheConfig
-from quire.kv_cache.transfers import CacheWatch, Transfer
 from quire.media import check_media
 from quire.plugins import import_subclass
 from quire.sampling_extras import RepetitionDetectionParams
-from quire.scheduler.explain import Cause, Explanation
+from quire.scheduler.explain import Explanation
+from quire.scheduler.fair import Fair
+from quire.scheduler.feature_stats import AdapterStats, SpecDecodingStats
+from quire.scheduler.forks import make_fork, make_successor
 from quire.scheduler.holds import Hold
 from quire.scheduler.load_signals import LoadSignals
 from quire.scheduler.output import (
     STEP_PROTOCOL_VERSION,
-    AdapterStats,
     ModelRunnerOutput,
     RequestUpdate,
     SchedulerOutput,
     SchedulerStats,
-    SpecDecodingStats,
     TokenLogprobs,
 )
 from quire.scheduler.planner import Planner
-from quire.scheduler.policies import FCFS, Fair, Policy, Priority
+from quire.scheduler.policies import FCFS, Policy, Priority
 from quire.scheduler.queues import RequestQueues
 from quire.scheduler.request import Request, RequestStatus
 from quire.scheduler.rounds import RoundLimit, most_rounds
 from quire.scheduler.step import Chunk, StepPlan
-
-
-def make_fork(child: Request, parent: Request) -> list[Hold]:
-    """Let a new request share the prompt of another one, held until the parent has computed it.
-
-    The hold's key is the parent, to be released when it has sampled its first token. No hold if it has done so already.
-
-    Raises:
-        ValidationError: the two prompts or their extra keys differ.
-    """
-    if not _same_prompt(child, parent):
-        raise ValidationError(
-            f"request {child.request_id!r} is no fork of {parent.request_id!r}: their prompts differ",
-            param="fork_of",
-        )
-    child.parent = parent
-    return [] if parent.num_output_tokens else [Hold(parent, Cause.SHARED_PROMPT)]
-
-
-def make_successor(child: Request, parent: Request) -> None:
-    """Let a new request continue a retained one, sharing all that it has computed and its place in the order.
-
-    Raises:
-        ValidationError: it does not begin with these tokens under the same keys, or is no beam of the same search.
-    """
-    num_tokens = parent.num_computed_tokens
-    is_longer = (
-        child.num_tokens > num_tokens and child.token_ids[:num_tokens] == parent.token_ids[:num_tokens]
-    )
-    if not is_longer or child.extra_keys != parent.extra_keys or child.num_beams != parent.num_beams:
-        raise ValidationError(
-            f"request {child.request_id!r} is no continuation of {parent.request_id!r}", param="fork_of"
-        )
-    child.parent = parent
-
-
-def _same_prompt(child: Request, parent: Request) -> bool:
-    """Compare prompts and keys; forks added in one message share one list, which need not be compared."""
-    mine, theirs = child.prompt_token_ids, parent.prompt_token_ids
-    return (mine is theirs or mine == theirs) and child.extra_keys == parent.extra_keys
-
+from quire.scheduler.store_access import StoreAccess
 
 Stop = tuple[str, int | None]  # (finish reason, stop reason)
 
@@ -203,7 +157,7 @@ StepObserver = Callable[[StepPlan, SchedulerOutput, ModelRunnerOutput, float], N
 POLICIES: dict[str, type[Policy]] = {"fcfs": FCFS, "priority": Priority, "fair": Fair}
 
 
-class Scheduler:
+class Scheduler(StoreAccess):
     """Owner of all unfinished requests and of the KV cache's bookkeeping.
 
     `schedule` may be called again before the result of its last plan is in. Tokens that steps in flight sample
@@ -337,89 +291,14 @@ class Scheduler:
         self._is_paused = False
         self._queues.resume(now)
 
-    # Transfers of cache content with a store outside the engine (`quire.kv_store`)
-
-    def watch_cache(self) -> CacheWatch:
-        """Return the changes of the prefix cache from now on."""
-        return self._kv.transfers.watch()
-
     def is_unfinished(self, request_id: str) -> bool:
         """Return whether a request is waiting or running."""
         return request_id in self._queues.by_id
-
-    def storable_keys(self, request_id: str) -> list[BlockHash]:
-        """Return the pool keys of a waiting request's prefix; none if it must not read the cache, or forks another.
-
-        None either while the scheduler is paused, as the cache may be gone.
-        """
-        request = self._queues.by_id.get(request_id)
-        if request is None or request.status is RequestStatus.RUNNING or not request.reads_prefix_cache:
-            return []
-        if self._is_paused or request.parent is not None:
-            return []
-        return self._kv.storable_keys(request)
-
-    def next_resumed(self) -> tuple[str, int] | None:
-        """Return the preempted request that the next plan resumes first, and how often it was preempted.
-
-        None if that is no preempted request, lacks blocks, is swapped out, or must not read the cache.
-        """
-        may_be = self._queues.num_preemptions and not self._is_paused
-        request = next(iter(self._queues.policy), None) if may_be else None
-        if request is None or request.status is not RequestStatus.PREEMPTED or request.num_steps_in_flight:
-            return None
-        if not request.reads_prefix_cache or self._kv.get_swapped_blocks(request) is not None:
-            return None
-        is_short = self._kv.num_blocks_short(request, self._kv.get_computed_blocks(request)) > 0
-        return None if is_short else (request.request_id, request.num_preemptions)
-
-    def is_cached(self, key: BlockHash) -> bool:
-        """Return whether content is in the prefix cache, on either tier."""
-        return self._kv.is_cached(key)
-
-    def begin_load(self, request_id: str, stored: Sequence[BlockHash]) -> PrefixLoad | None:
-        """Borrow host blocks for what a store has of a waiting request's prefix; None if it does not wait any more.
-
-        Each block is given back by `end_transfers`.
-        """
-        request = self._queues.by_id.get(request_id)
-        if request is None or request.status is RequestStatus.RUNNING:
-            return None
-        return self._kv.begin_load(request, stored)
-
-    def begin_saves(self, keys: Sequence[BlockHash]) -> list[Transfer]:
-        """Borrow host blocks with the content of those keys that can be saved, once the next plan has run."""
-        return self._kv.transfers.begin_saves(keys)
-
-    def end_transfers(self, moved: Sequence[tuple[int, bool]]) -> None:
-        """Give host blocks back, (block id, has moved), in the order of their sequence; see `HostTransfers.end`."""
-        self._kv.transfers.end(moved)
-
-    def note_outside(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash], medium: str) -> None:
-        """Report to subscribers blocks that a store outside the engine has lost, and those that it has."""
-        self._kv.note_outside(stored, removed, medium)
-
-    def forget_outside(self) -> None:
-        """Report to subscribers that no store outside the engine has blocks of these weights."""
-        self._kv.forget_outside()
-
-    def computing_s(self, num_keys: int) -> float:
-        """Estimate the seconds that computing the content of pool keys takes."""
-        return num_keys * self._kv.tokens_per_key / self._computed_tokens_per_s
-
-    def tokens_of(self, num_keys: int) -> int:
-        """Return the tokens at the start of a sequence that its first pool keys hold."""
-        return int(num_keys * self._kv.tokens_per_key)
 
     @property
     def has_moves(self) -> bool:
         """True if the next plan must copy blocks."""
         return self._kv.has_moves
-
-    @property
-    def num_free_host_blocks(self) -> int:
-        """Host blocks that transfers can get now."""
-        return self._kv.transfers.num_free_blocks
 
     @property
     def num_steps(self) -> int:

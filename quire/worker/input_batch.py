@@ -8,7 +8,7 @@ are overwritten. Large arrays are zero pages of the kernel until a row is used.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.errors import EngineError
 from quire.kv_cache.spec import NULL_BLOCK_ID, KVCacheSpec, RecurrentStateSpec
 from quire.scheduler.output import NewRequestData, ScheduledRequest
+from quire.worker.adapted_rows import AdaptedRows
 from quire.worker.media_rows import MediaBatch
 
 
@@ -24,9 +25,8 @@ class BlockTable:
     """Block table of one KV cache group: one row of block ids, as the group's kernels count them, per request.
 
     Invariant: `block_ids[row, :num_blocks[row]]` are valid blocks of the pool (times `parts_per_block`), or their
-    kernel-sized parts. They are checked on entry, so a kernel never indexes with anything else. The null block 0
-    stands only where the spec needs no block. Blocks freed while a request runs stay in its row and are never read
-    again.
+    kernel-sized parts. They are checked on entry, so a kernel never indexes with anything else. The null block 0 stands
+    only where the spec needs no block. Blocks freed while a request runs stay in its row and are never read again.
 
     Args:
         max_num_rows: rows, one per running request.
@@ -123,29 +123,6 @@ class TokenPlaces(NamedTuple):
         return TokenPlaces(
             self.rows[indices], self.columns[indices], self.generations[indices], self.num_added
         )
-
-
-class AdaptedRows(Protocol):
-    """Adapters of the rows: weights of a request beside the model's, in a slot of each layer."""
-
-    @property
-    def add_tokens(self) -> bool:
-        """True once any row has had an adapter with added tokens."""
-
-    def add_request(self, row: int, request: NewRequestData) -> None:
-        """Assign a row to a request, with or without an adapter."""
-
-    def remove_request(self, row: int) -> None:
-        """Free a row."""
-
-    def num_added(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of tokens that the adapter of each row adds."""
-
-    def num_added_of(self, request: NewRequestData) -> int:
-        """Return the number of tokens that a request's adapter adds."""
-
-    def slots_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32] | None:
-        """Return the slot of each row, negative without an adapter; None if no row has one."""
 
 
 class InputBatch:

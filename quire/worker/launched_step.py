@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from quire.scheduler.output import ModelRunnerOutput, Pooled, TokenLogprobs
 from quire.worker.input_batch import InputBatch, TokenPlaces
+from quire.worker.prompt_logprobs import PromptEntries
 from quire.worker.sampler import NON_FINITE, SamplerOutput
-from quire.worker.sampling import PromptEntries, SampledPart
+from quire.worker.sampling import SampledPart
 from quire.worker.transfers import Mark
+from quire.worker.verification import read_verified
 
 Value = TypeVar("Value")
 
@@ -63,7 +65,9 @@ class SampledTokens(NamedTuple):
         output = self._join()
         batch.set_tokens(self.places, output.token_ids)
         if self.drafts:
-            return self._verified(output, batch)
+            outcome = Outcome()
+            read_verified(self, output, batch, outcome)
+            return outcome
         for count, token_ids in enumerate(self.further, 1):
             batch.set_tokens(self.places._replace(columns=self.places.columns + count), token_ids)
         indices, rounds = self.indices.tolist(), (output.token_ids, *self.further)
@@ -73,25 +77,6 @@ class SampledTokens(NamedTuple):
             {indices[sample]: [entry] for sample, entry in output.logprobs.items()},
             {indices[sample]: reason for sample, reason in output.failed.items()},
         )
-
-    def known_tokens(self, batch: InputBatch, outcome: Outcome) -> dict[int, NDArray[np.int32]]:
-        """Return all tokens up to those of the outcome, for the requests that continue."""
-        indices, firsts = self._firsts()
-        rows, columns, generations, _ = self.places.at(firsts)
-        return {
-            index: batch.token_ids[row, : column + len(outcome.token_ids[index])]
-            for index, row, column, generation in zip(
-                indices.tolist(), rows, columns, generations, strict=True
-            )
-            if index not in outcome.failed and generation == batch.generations[row]
-        }
-
-    def _firsts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return [R] each request that sampled and the index of its first sample; its samples are adjacent."""
-        is_first = np.ones(len(self.indices), dtype=np.bool_)
-        np.not_equal(self.indices[1:], self.indices[:-1], out=is_first[1:])
-        firsts = is_first.nonzero()[0]
-        return self.indices[firsts], firsts
 
     def _join(self) -> SamplerOutput:
         """Concatenate the parts to the output of all N samples."""
@@ -106,25 +91,6 @@ class SampledTokens(NamedTuple):
             joined.failed.update({first + sample: reason for sample, reason in failed.items()})
             first += len(token_ids)
         return joined
-
-    def _verified(self, output: SamplerOutput, batch: InputBatch) -> Outcome:
-        """Return the outcome where requests have drafts: only the samples up to the first rejection count."""
-        outcome, tokens = Outcome(), output.token_ids.tolist()
-        indices, firsts = self._firsts()
-        for index, first in zip(indices.tolist(), firsts.tolist(), strict=True):
-            drafts = self.drafts.get(index, [])
-            is_bad = [sample in output.failed for sample in range(first, first + 1 + len(drafts))]
-            sampled = tokens[first : first + 1 + len(drafts)]
-            outcome.token_ids[index] = sampled[: count_kept(sampled, drafts, is_bad)]
-            if first in output.failed:
-                outcome.failed[index] = output.failed[first]
-            if first in output.logprobs:
-                last = first + len(outcome.token_ids[index])
-                outcome.logprobs[index] = [output.logprobs[sample] for sample in range(first, last)]
-        drafted = [place for place, index in enumerate(indices.tolist()) if index in self.drafts]
-        num_kept = [len(outcome.token_ids[index]) for index in indices[drafted].tolist()]
-        batch.keep(self.places.at(firsts[drafted]), np.array(num_kept))
-        return outcome
 
 
 class StepPart(Protocol):
@@ -189,19 +155,3 @@ class LaunchedStep:
             forward_s=self.marks.forwarded.seconds_since(self.marks.started) + further_s,
             sample_s=self.marks.done.seconds_since(self.marks.forwarded) - further_s,
         )
-
-
-def count_kept(sampled: Sequence[int], drafts: Sequence[int], is_bad: Sequence[bool]) -> int:
-    """Return how many sampled tokens count: those that agree with the first drafts, and the next one.
-
-    Where sampling failed, the tokens before count, and the next step fails again if it must.
-
-    Args:
-        sampled: [1 + k] tokens; the first is at the first draft's position.
-        drafts: [k] draft tokens.
-        is_bad: [1 + k] True where sampling failed; the first counts in any case.
-    """
-    for place, draft in enumerate(drafts):
-        if sampled[place] != draft or is_bad[place + 1]:
-            return place + 1
-    return len(sampled)

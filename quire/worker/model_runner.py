@@ -40,17 +40,12 @@ from quire.worker.inputs import StepInputs, lay_out
 from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
 from quire.worker.media_rows import MediaBatch
 from quire.worker.pipeline import LanguageModel
+from quire.worker.prompt_logprobs import PromptLogprobs
+from quire.worker.sample_graphs import SampleGraphs
 from quire.worker.sampler import Sampler
 from quire.worker.sampler.feature import LogitsFeature
 from quire.worker.sampler.logprobs import LogprobsMode
-from quire.worker.sampling import (
-    PromptLogprobs,
-    RowLogits,
-    RowSampling,
-    SampleGraphs,
-    Samplers,
-    Sampling,
-)
+from quire.worker.sampling import RowLogits, RowSampling, Samplers, Sampling
 from quire.worker.stage_pipeline import ReceivedSampling, pipeline_of
 from quire.worker.transfers import Mark
 

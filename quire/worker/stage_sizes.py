@@ -30,7 +30,7 @@ from quire.layers.base import activation_dtype
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs, why_not_captured
 from quire.layers.shard import Shard
 from quire.models.base import CausalLM
-from quire.models.decoder import kinds_of
+from quire.models.layer_kinds import kinds_of
 from quire.models.loader import with_any_weights, without_weights
 from quire.models.stages import Stage, in_units, partition, stack_of
 from quire.sampling_params import SamplingParams

@@ -20,7 +20,8 @@ from quire.engine.core_feature import CoreFeature
 from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.rows import RowStoreInfo
 from quire.kv_cache.spec import NULL_BLOCK_ID
-from quire.scheduler.output import SchedulerStats, StoreStats
+from quire.scheduler.feature_stats import StoreStats
+from quire.scheduler.output import SchedulerStats
 from quire.scheduler.request import RequestStatus
 from tests.scheduler.harness import VOCAB_SIZE, Engine, make_config
 

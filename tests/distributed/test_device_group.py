@@ -18,7 +18,7 @@ from quire.distributed.device_group import STOPPED_POLLS, DeviceGroup, NcclTrans
 from quire.distributed.gloo import Gloo, Store, file_store, prefix_store
 from quire.errors import RankLostError, StartupError
 from quire.kernels import ops
-from quire.kernels.reference import tree_sum
+from quire.kernels.reference_collectives import tree_sum
 from quire.processes import ENDED, STOPPED
 from tests.distributed.test_group import on_all
 from tests.fixtures.device_ways import device_ranks

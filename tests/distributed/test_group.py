@@ -28,7 +28,7 @@ from quire.errors import EngineError, RankLostError, StartupError
 from quire.kernels import ops
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
-from quire.kernels.reference import tree_sum
+from quire.kernels.reference_collectives import tree_sum
 from tests.fixtures.folded import folded
 from tests.fixtures.threads import shuffle
 

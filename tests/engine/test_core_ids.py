@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.front_end import CoreIds
-from quire.scheduler.queues import NUM_REMEMBERED
+from quire.scheduler.wait_account import NUM_REMEMBERED
 
 
 def test_names_are_unique_and_begin_with_the_label() -> None:

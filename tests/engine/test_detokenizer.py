@@ -9,12 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.detokenizer import (
-    IncrementalDetokenizer,
-    SpecialStopChecker,
-    StopChecker,
-    make_stop_checker,
-)
+from quire.engine.detokenizer import IncrementalDetokenizer, StopChecker
+from quire.engine.special_stops import SpecialStopChecker, make_stop_checker
 from quire.engine.tokenizer import REPLACEMENT
 from tests.engine.tokenizer_kinds import KINDS, SPECIALS, Kind
 

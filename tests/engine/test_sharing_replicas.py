@@ -88,7 +88,7 @@ def test_replicas_have_the_bits_of_one_process(
     """Outputs are equal for forks, grammars, prompt logprobs and preempted chunks, with a cold and a warm cache."""
     monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
     monkeypatch.setattr("quire.executor.ranks.multiproc.CallFuture", lambda ranks: Future())
-    monkeypatch.setattr("quire.engine.llm_engine.make_clients", ThreadReplica.all_of)
+    monkeypatch.setattr("quire.engine.sync_engine.make_clients", ThreadReplica.all_of)
     one = started(tiny_model(name), **options)
     alone = run(one)
     one.shutdown()

@@ -11,7 +11,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
-from quire.entrypoints.openai.generation import chat_logprobs, completion_logprobs, naming_of
+from quire.entrypoints.openai.logprobs import chat_logprobs, completion_logprobs, naming_of
 from quire.executor.null import NullExecutor
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams

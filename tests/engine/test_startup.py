@@ -14,7 +14,8 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.start_feature import Usage
-from quire.engine.startup import DEFAULT_MAX_NUM_SEQS, MAX_ROUNDS, prepare, without_effect
+from quire.engine.startup import DEFAULT_MAX_NUM_SEQS, MAX_ROUNDS, prepare
+from quire.engine.without_effect import without_effect
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from tests.fixtures.folded import folded

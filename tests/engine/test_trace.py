@@ -35,7 +35,7 @@ from quire.engine.trace import (
     replay,
 )
 from quire.errors import ConfigError, EngineError
-from quire.kv_cache.single_type_manager import MANAGERS
+from quire.kv_cache.managers import MANAGERS
 from quire.kv_cache.spec import SPECS, SwapCosts, decode_kv_config, encode_kv_config
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams

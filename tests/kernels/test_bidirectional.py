@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.kernels import reference
+from quire.kernels import reference_attention
 from quire.kernels.attention_metadata import GroupMetadata
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
@@ -21,7 +21,7 @@ from tests.kernels.op_cases import TOLERANCES
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
-from quire.kernels.cpu.attention import bidirectional_attention
+from quire.kernels.cpu.bidirectional import bidirectional_attention
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 LONGEST = 1400
@@ -82,7 +82,7 @@ def test_shapes(heads: int, kv_heads: int, size: int, feature: str) -> None:
     for dtype in FLOATS:
         sequences = [sequence(i, length, heads, kv_heads, size, dtype) for i, length in enumerate(LENGTHS)]
         features = options(feature, heads)
-        want = attend(sequences, kv_heads, reference.bidirectional_attention, **features)
+        want = attend(sequences, kv_heads, reference_attention.bidirectional_attention, **features)
         rtol, atol = TOLERANCES[dtype]
         torch.testing.assert_close(attend(sequences, kv_heads, **features), want, rtol=rtol, atol=atol)
 
@@ -101,7 +101,7 @@ def test_the_oracle_is_torchs_attention(feature: str) -> None:
         mask[:, distance.abs() >= features["window"]] = -torch.inf
     q, k, v = (part.transpose(0, 1) for part in rows.chunk(3, 1))
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(0, 1)
-    got = attend([rows], 4, reference.bidirectional_attention, **features)
+    got = attend([rows], 4, reference_attention.bidirectional_attention, **features)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -141,7 +141,7 @@ def test_a_request_that_is_not_whole_is_refused() -> None:
     rows = sequence(0, 10, 2, 2, 8, torch.float32)
     part = metadata_of([10])
     part.seq_lens[0] = 12
-    for function in (bidirectional_attention, reference.bidirectional_attention):
+    for function in (bidirectional_attention, reference_attention.bidirectional_attention):
         with pytest.raises(IndexError, match="request 0 has 10 rows of 12 tokens"):
             function(*rows.chunk(3, 1), part, 1.0)
         with pytest.raises(IndexError, match="request 0 has 10 tokens, and there are biases for 9"):

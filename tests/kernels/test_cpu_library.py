@@ -15,6 +15,7 @@ from quire.errors import ConfigError, StartupError
 from quire.kernels import ops
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
+from quire.kernels.cpu.signatures import SIGNATURES
 from tests.fixtures.folded import folded
 from tests.kernels.op_cases import compare
 
@@ -67,7 +68,7 @@ def test_portable_kernels_can_be_selected() -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", [name for name in library.SIGNATURES if name in ops.TABLE])
+@pytest.mark.parametrize("name", [name for name in SIGNATURES if name in ops.TABLE])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("isa", library.supported_isas()[1:])
 def test_kernels_of_every_other_instruction_set_match_the_oracle(
@@ -129,8 +130,8 @@ def test_another_layout_of_packed_weights_is_an_error(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("numbers", ["qqqqqqdq", "qqqqqdq", "qqqqqdqqq", "qqqqqqqq"])
 def test_a_kernel_with_other_arguments_is_an_error(numbers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One number more, one fewer, two that changed places: each would make C++ read the wrong bytes."""
-    tensors, taken = library.SIGNATURES["rms_norm"]
-    monkeypatch.setattr(library, "SIGNATURES", library.SIGNATURES | {"rms_norm": (tensors, numbers)})
+    tensors, taken = SIGNATURES["rms_norm"]
+    monkeypatch.setattr(library, "SIGNATURES", SIGNATURES | {"rms_norm": (tensors, numbers)})
     message = f"'rms_norm' takes PPP{taken}, quire passes PPP{numbers}: reinstall"
     with pytest.raises(StartupError, match=message):
         library.open_library(library.PATH, "portable")

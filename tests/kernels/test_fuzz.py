@@ -22,6 +22,7 @@ from torch import Tensor
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import GroupMetadata
 from quire.kernels.cpu import library
+from quire.kernels.cpu.signatures import SIGNATURES
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.kernels.low_rank import LowRankStacks
@@ -50,7 +51,7 @@ fuzz = settings(max_examples=40, derandomize=True, deadline=None)
 dtypes = st.sampled_from((torch.float32, torch.bfloat16, torch.float16))
 seeds = st.integers(0, 2**32)
 REFUSALS = (ValueError, TypeError, IndexError)
-IN_CPP = [name for name in library.SIGNATURES if name in ops.TABLE]
+IN_CPP = [name for name in SIGNATURES if name in ops.TABLE]
 MadeOfTensors = PackedWeight | GroupMetadata | LowRankStacks
 
 

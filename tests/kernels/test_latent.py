@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.kernels import reference
+from quire.kernels import reference, reference_attention
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
@@ -24,7 +24,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 
 if library.loaded() is not None:
-    from quire.kernels.cpu import attention
+    from quire.kernels.cpu import latent
 
 Span = tuple[int, int, int]
 """A sequence, and from which position to which its queries are in the step."""
@@ -77,11 +77,11 @@ class Latents:
         return queries[..., : self.rank], queries[..., self.rank :], self.cache, metadata, self.scale
 
     def attend(self, spans: Sequence[Span]) -> list[Tensor]:
-        out = attention.latent_attention(*self.step(spans))
+        out = latent.latent_attention(*self.step(spans))
         return list(out.split([end - start for _, start, end in spans]))
 
     def compare(self, spans: Sequence[Span]) -> None:
-        want = reference.latent_attention(*self.step(spans))
+        want = reference_attention.latent_attention(*self.step(spans))
         rtol, atol = TOLERANCES[self.dtype]
         torch.testing.assert_close(torch.cat(self.attend(spans)), want, rtol=rtol, atol=atol)
 
@@ -113,12 +113,16 @@ def test_absorbed_form_is_attention_over_decompressed_kv() -> None:
     key_matrix = reference.pack_weight(key_up.transpose(1, 2).flatten(0, 1), FLOAT)
     value_matrix = reference.pack_weight(value_up.flatten(0, 1), FLOAT)
     before = rows.clone()
-    reference.write_latents(positions, q[..., key_size:], rows, norm, table, cache, slots, 1e-5, True)
-    absorbed = reference.per_head_linear(q[..., :key_size], key_matrix)
-    mixed = reference.latent_attention(
+    reference_attention.write_latents(
+        positions, q[..., key_size:], rows, norm, table, cache, slots, 1e-5, True
+    )
+    absorbed = reference_attention.per_head_linear(q[..., :key_size], key_matrix)
+    mixed = reference_attention.latent_attention(
         absorbed, q[..., key_size:], cache, cut(blocks, [tokens], [tokens]), 0.3
     )
-    torch.testing.assert_close(reference.per_head_linear(mixed, value_matrix), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        reference_attention.per_head_linear(mixed, value_matrix), expected, rtol=1e-4, atol=1e-5
+    )
     assert torch.equal(rows, before)
 
 
@@ -195,11 +199,11 @@ def test_rows_of_heads_are_as_if_alone(scheme: object) -> None:
     torch.manual_seed(1)
     weight = reference.pack_weight(torch.randn(3 * 32, 70), scheme)  # type: ignore[arg-type]
     x = torch.randn(401, 3, 80)[..., 3:73]
-    together = attention.per_head_linear(x, weight)
+    together = latent.per_head_linear(x, weight)
     for count in (1, 3):
         set_num_threads(count)
         for start, end in ((0, 1), (7, 20), (190, 401)):
-            assert torch.equal(attention.per_head_linear(x[start:end], weight), together[start:end])
+            assert torch.equal(latent.per_head_linear(x[start:end], weight), together[start:end])
 
 
 @needs_kernels
@@ -209,7 +213,7 @@ def test_a_head_has_the_bits_of_a_linear_layer_of_its_own(scheme: object) -> Non
 
     torch.manual_seed(2)
     matrices, x = torch.randn(4, 48, 130), torch.randn(9, 4, 130)
-    together = attention.per_head_linear(x, reference.pack_weight(matrices.flatten(0, 1), scheme))  # type: ignore[arg-type]
+    together = latent.per_head_linear(x, reference.pack_weight(matrices.flatten(0, 1), scheme))  # type: ignore[arg-type]
     for head, matrix in enumerate(matrices):
         alone = linear.packed_linear(x[:, head], reference.pack_weight(matrix, scheme))  # type: ignore[arg-type]
         assert torch.equal(together[:, head], alone)
@@ -220,19 +224,19 @@ def test_mismatched_latent_attention_arguments_are_refused() -> None:
     latents = Latents([40])
     q, q_rope, cache, metadata, scale = latents.step([(0, 0, 40)])
     with pytest.raises(ValueError, match="do not meet a cache"):
-        attention.latent_attention(q[..., :16], q_rope, cache, metadata, scale)
+        latent.latent_attention(q[..., :16], q_rope, cache, metadata, scale)
     metadata.block_tables[0, 1] = len(cache)
     with pytest.raises(IndexError, match="latent_attention: request 0 with rows"):
-        attention.latent_attention(q, q_rope, cache, metadata, scale)
+        latent.latent_attention(q, q_rope, cache, metadata, scale)
     with pytest.raises(ValueError, match="whole panels of 16 for each head"):
-        attention.per_head_linear(torch.randn(2, 3, 8), reference.pack_weight(torch.randn(3 * 8, 8), FLOAT))
+        latent.per_head_linear(torch.randn(2, 3, 8), reference.pack_weight(torch.randn(3 * 8, 8), FLOAT))
     positions, slots = torch.tensor([0, 9]), torch.tensor([0, cache.shape[0] * cache.shape[1]])
     rows, norm, table = torch.randn(2, 40), torch.ones(32), torch.randn(9, 8)
     before = cache[0, 0].clone()
     with pytest.raises(IndexError, match="1 tokens are outside the 9 positions"):
-        attention.write_latents(positions, q_rope[:2], rows, norm, table, cache, torch.tensor([0, 1]), 1e-6)
+        latent.write_latents(positions, q_rope[:2], rows, norm, table, cache, torch.tensor([0, 1]), 1e-6)
     with pytest.raises(IndexError, match="1 tokens are outside"):
-        attention.write_latents(torch.tensor([0, 1]), q_rope[:2], rows, norm, table, cache, slots, 1e-6)
+        latent.write_latents(torch.tensor([0, 1]), q_rope[:2], rows, norm, table, cache, slots, 1e-6)
     assert not torch.equal(cache[0, 0].nan_to_num(), before.nan_to_num()), "the token that fits is written"
     with pytest.raises(ValueError, match="norm must be contiguous"):
-        attention.write_latents(positions, q_rope[:2], rows, norm[:8], table, cache, slots, 1e-6)
+        latent.write_latents(positions, q_rope[:2], rows, norm[:8], table, cache, slots, 1e-6)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import ops, reference
+from quire.kernels import ops, reference, reference_quantized
 from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.linear import PackedWeight, RowQuantization, WeightScheme
@@ -29,7 +29,7 @@ def int8_weight(outputs: int, inputs: int, numbers: Tensor | None = None) -> Pac
 
 def exact(x: Tensor, weight: PackedWeight, way: RowQuantization) -> tuple[Tensor, Tensor]:
     """In float64: the product, and what the magnitudes of its terms come to."""
-    seen, kept = reference.round_rows(x, way).double(), reference.unpack_weight(weight).double()
+    seen, kept = reference_quantized.round_rows(x, way).double(), reference.unpack_weight(weight).double()
     return seen @ kept.t(), seen.abs() @ kept.abs().t()
 
 

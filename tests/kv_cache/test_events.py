@@ -142,7 +142,7 @@ def test_events_are_not_collected_by_default() -> None:
     engine = Engine()
     engine.add("a", range(12))
     engine.drain()
-    assert engine.scheduler._kv._events is None
+    assert engine.scheduler._kv.events is None
     assert engine.scheduler.pop_kv_events() == []
 
 

@@ -11,16 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
+from quire.kv_cache.grouping import MAX_GROUPS, group_layers, request_bytes
 from quire.kv_cache.spec import (
-    MAX_GROUPS,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
     fit_states,
-    group_layers,
-    request_bytes,
     tensor_block_bytes,
 )
 from tests.fixtures.folded import folded

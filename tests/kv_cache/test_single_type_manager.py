@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.kv_cache.block_pool import DevicePool
 from quire.kv_cache.integrity import check_integrity
-from quire.kv_cache.single_type_manager import MANAGERS
+from quire.kv_cache.managers import MANAGERS
 from quire.kv_cache.spec import (
     NULL_BLOCK_ID,
     ChunkedLocalSpec,

@@ -11,24 +11,10 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels import cpu
-from quire.kv_cache.spec import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    SlidingWindowSpec,
-    group_layers,
-)
-from quire.layers.attention import (
-    Attention,
-    attention_backends,
-    kv_cache_dtype,
-)
-from quire.layers.kv_cache import (
-    allocate_kv_cache,
-    bind_kv_cache,
-    kv_cache_specs,
-    why_not_captured,
-)
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
+from quire.layers.attention import Attention, attention_backends, kv_cache_dtype
+from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs, why_not_captured
 from quire.models.base import CausalLM
 from tests.models.harness import load_tiny, logits_of, prepared_config
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -20,7 +21,6 @@ from quire.kv_cache.spec import (
     RecurrentStateSpec,
     SlidingWindowSpec,
     fit_states,
-    group_layers,
 )
 from quire.layers.kv_cache import (
     CacheUser,

@@ -12,7 +12,8 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels import cpu
-from quire.kv_cache.spec import LatentAttentionSpec, group_layers
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import LatentAttentionSpec
 from quire.layers.attention import attention_backends
 from quire.layers.kv_cache import kv_cache_specs, why_not_captured
 from tests.models.harness import load_tiny, logits_of

@@ -11,7 +11,7 @@ from quire.kernels import ops
 from quire.kernels.linear import WeightScheme
 from quire.kernels.low_rank import LowRankStacks
 from quire.layers.activation import GATED, PLAIN
-from quire.layers.attention import slopes
+from quire.layers.attention_parts import slopes
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.distributed.in_process import InProcess
-from quire.layers.norm import SharedRMSNorm, added_up
+from quire.layers.head_norms import SharedRMSNorm, added_up
 from quire.layers.shard import WHOLE, Shard, ShardSpan
 from tests.fixtures.folded import folded
 

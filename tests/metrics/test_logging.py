@@ -9,7 +9,8 @@ import pytest
 
 from quire.metrics.logging import LoggingStatLogger
 from quire.metrics.stats import IterationStats
-from quire.scheduler.output import AdapterStats, SchedulerStats, SpecDecodingStats
+from quire.scheduler.feature_stats import AdapterStats, SpecDecodingStats
+from quire.scheduler.output import SchedulerStats
 
 
 class Clock:

@@ -14,7 +14,8 @@ from quire.metrics.prometheus import PrometheusStatLogger
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats
 from quire.outputs import RequestStateStats
 from quire.sampling_params import SamplingParams
-from quire.scheduler.output import AdapterStats, SchedulerStats, SpecDecodingStats
+from quire.scheduler.feature_stats import AdapterStats, SpecDecodingStats
+from quire.scheduler.output import SchedulerStats
 
 LABELS = {"model_name": "m", "engine": "0"}
 FINISHED = FinishedRequestStats(

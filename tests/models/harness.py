@@ -15,7 +15,8 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import GroupMetadata
-from quire.kv_cache.spec import KVCacheConfig, RecurrentStateSpec, fit_states, group_layers
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import KVCacheConfig, RecurrentStateSpec, fit_states
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM

@@ -21,12 +21,12 @@ from quire.kernels import reference
 from quire.kernels.cpu import library
 from quire.kernels.linear import PANEL, WeightScheme
 from quire.layers.altup import GaussianTop
-from quire.layers.attention import Sinks
+from quire.layers.attention_parts import Sinks
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.matrix import MatrixLayer
-from quire.layers.norm import PerHeadLinear
+from quire.layers.per_head_linear import PerHeadLinear
 from quire.layers.quantization import METHODS
 from quire.layers.shard import WHOLE, Shard
 from quire.layers.slot import Box, length, sizes, uncovered_reason

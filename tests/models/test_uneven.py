@@ -15,7 +15,7 @@ from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.layers.kv_cache import kv_cache_specs
 from quire.layers.shard import Shard
 from quire.models.decoder import DecoderForCausalLM
-from quire.models.families.llama import read_solar
+from quire.models.families.llama_like import read_solar
 from quire.models.families.uneven import read_decilm, read_openelm
 from quire.models.json_object import JsonObject
 from quire.models.loader import without_weights

@@ -20,9 +20,9 @@ from quire.layers.matrix import MatrixLayer
 from quire.layers.norm import RMSNorm
 from quire.layers.slot import Slot, TensorPart
 from quire.models.base import CausalLM
+from quire.models.random_weights import RandomWeights
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.weight_files import INDEX_NAME, SINGLE_NAME
-from quire.models.weights import RandomWeights
 from tests.fixtures.quick import SOME_MODELS, quick_models
 from tests.fixtures.tiny_models import TINY_MODELS
 from tests.models.harness import load_tiny, logits_of

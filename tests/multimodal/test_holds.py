@@ -13,7 +13,8 @@ from quire.media import EncodeProgress, MediaItem, all_encoded
 from quire.multimodal.holds import IDLE_SLICE_S
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import Cause
-from quire.scheduler.output import EncoderStats, RequestUpdate
+from quire.scheduler.feature_stats import EncoderStats
+from quire.scheduler.output import RequestUpdate
 from tests.engine.whole_engine import WholeEngine
 from tests.fixtures.media import digest_of, item
 

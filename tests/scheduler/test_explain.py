@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.scheduler.explain import Explanation
-from quire.scheduler.queues import NUM_REMEMBERED
 from quire.scheduler.request import RequestStatus
+from quire.scheduler.wait_account import NUM_REMEMBERED
 from tests.scheduler.harness import Engine, make_config
 
 SECOND = 10**9

@@ -6,8 +6,8 @@ import pytest
 
 from quire.errors import ValidationError
 from quire.sampling_params import SamplingParams
+from quire.scheduler.forks import make_fork
 from quire.scheduler.request import Request, RequestStatus
-from quire.scheduler.scheduler import make_fork
 from tests.fixtures.folded import folded
 from tests.scheduler.harness import Engine, make_config, run_alone
 

@@ -206,7 +206,7 @@ def test_tenants_of_the_past_are_forgotten_without_a_trace(monkeypatch, num_step
     """`num_steps` between requests: the queue is long, short, empty."""
 
     def run(num_to_sweep: int) -> Engine:
-        monkeypatch.setattr("quire.scheduler.policies.MIN_TENANTS_TO_SWEEP", num_to_sweep)
+        monkeypatch.setattr("quire.scheduler.fair.MIN_TENANTS_TO_SWEEP", num_to_sweep)
         engine = fair_engine()
         for index in range(60):
             tenant = f"t{index % 7}" if index % 2 else f"stranger {index}"

@@ -14,8 +14,8 @@ from quire.config.pooling import PoolingSpec
 from quire.errors import ValidationError
 from quire.executor.null import NUM_POOLED
 from quire.pooling_params import PoolingParams
+from quire.scheduler.fair import Fair
 from quire.scheduler.output import Pooled
-from quire.scheduler.policies import Fair
 from tests.fixtures.asserts import about_an_assert
 from tests.scheduler.harness import Engine, make_config, run_alone
 from tests.scheduler.test_in_flight import Pipeline

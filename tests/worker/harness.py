@@ -15,7 +15,8 @@ from torch import Tensor
 
 from quire.config import EngineConfig, ModelArch
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, group_layers
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig
 from quire.layers.step import StepContext
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import (

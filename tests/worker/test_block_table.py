@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quire.errors import EngineError
 from quire.kv_cache.block_pool import DevicePool
-from quire.kv_cache.single_type_manager import MANAGERS
+from quire.kv_cache.managers import MANAGERS
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
 from quire.worker.input_batch import BlockTable
 from tests.worker.harness import rows_of

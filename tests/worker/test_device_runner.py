@@ -18,7 +18,8 @@ from quire.kernels import cpu, ops, triton
 from quire.kernels.attention_metadata import SamplingLimits
 from quire.kernels.reference_sampling import sample_by_gumbel
 from quire.kernels.triton import launch
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, group_layers
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ScheduledRequest, SchedulerOutput
 from quire.worker.calibration import Rehearsal, rehearsed_groups

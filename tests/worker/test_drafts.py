@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quire.sampling_params import SamplingParams
 from quire.worker.cpu import CpuDevice
-from quire.worker.launched_step import count_kept
+from quire.worker.verification import count_kept
 from tests.worker.harness import POISON, VOCAB_SIZE, Driver, Sequence, toy_runner
 from tests.worker.test_model_runner import KINDS, NUM_OUTPUT, alone, params, prompt
 

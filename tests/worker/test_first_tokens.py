@@ -23,9 +23,9 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.shard import Shard, ShardSpan
 from quire.models.base import CausalLM
 from quire.sampling_params import SamplingParams
+from quire.worker.first_tokens import FirstTokens, by_keys
 from quire.worker.sampler.logprobs import StagedLogprobs
 from quire.worker.sampler.sampler import NON_FINITE_CODE, StagedDraw, StagedRows, clear_unusable
-from quire.worker.sampling import FirstTokens, by_keys
 from tests.distributed.test_group import on_all
 from tests.executor.test_multiproc import run, said, started
 from tests.fixtures.folded import folded

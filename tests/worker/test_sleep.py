@@ -21,6 +21,7 @@ from quire.executor import uniproc
 from quire.models.loader import load_model
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.sleep.parked_weights import ParkedWeights
+from quire.worker import step_worker
 from quire.worker import worker as worker_module
 from quire.worker.cpu import CpuDevice
 from tests.models.harness import prepared_config
@@ -108,12 +109,12 @@ def test_engine_that_fails_to_wake_stays_asleep(engine: LLMEngine, monkeypatch: 
     expected = tokens(engine)
     engine.sleep(2)
     failures = {
-        "load_model": worker_module.StartupError("there is none"),
+        "load_model": step_worker.StartupError("there is none"),
         "allocate_kv_cache": RuntimeError("no memory"),
     }
     for failing, error in failures.items():
         with monkeypatch.context() as patch:
-            patch.setattr(worker_module, failing, Mock(side_effect=error))
+            patch.setattr(step_worker, failing, Mock(side_effect=error))
             for _ in range(2):
                 with pytest.raises(EngineError, match="wake_up"):
                     engine.wake_up()

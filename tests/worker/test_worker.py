@@ -16,8 +16,9 @@ from quire.errors import ConfigError, StartupError
 from quire.executor import uniproc
 from quire.executor.base import resolve_executor
 from quire.executor.uniproc import UniprocExecutor
+from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.sizing import size_kv_cache
-from quire.kv_cache.spec import KVCacheConfig, group_layers
+from quire.kv_cache.spec import KVCacheConfig
 from quire.platforms import Host
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field, WithJsonSchema
 
-from quire.entrypoints.openai.parsing import FieldRules
+from quire.entrypoints.openai.field_rules import FieldRules
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.media_shapes import of_media
 from quire.entrypoints.openai.protocol.relations import either, has_items

@@ -3,7 +3,6 @@
 
 Invariant: only the operator chooses the template. A conversation is data: it cannot set the template's variables, and
 its text never becomes a special token (`PlainText` in `quire.entrypoints.chat.messages`).
-`ThinkingSwitch` detects from the template's options and output whether thinking is disabled.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from jinja2 import Environment, Template, TemplateSyntaxError, meta, nodes
 
 from quire.entrypoints.chat.call_arguments import forms_of, have_calls, with_argument_texts, with_call_ids
 from quire.entrypoints.chat.environment import TemplateRefusalError, make_environment
-from quire.entrypoints.chat.formats.format import ReasoningFormat
 from quire.entrypoints.chat.messages import (
     ROLE_ALIASES,
     ROLES,
@@ -34,13 +32,8 @@ from quire.entrypoints.chat.messages import (
     checked_messages,
     unused_marks,
 )
-from quire.entrypoints.chat.tool_places import (
-    PROBE_MESSAGES,
-    PROBE_TOOL,
-    TOOLS_VARIABLE,
-    ToolPlace,
-    place_of_tools,
-)
+from quire.entrypoints.chat.template_probes import PROBE, TemplateProbes, with_parts
+from quire.entrypoints.chat.tool_places import TOOLS_VARIABLE, place_of_tools
 from quire.errors import ConfigError, ModelLoadError, ValidationError
 from quire.inputs import ChatMessage, Conversation
 from quire.models.checkpoint_files import read_text
@@ -62,7 +55,6 @@ OWN_VARIABLES = frozenset(
 CHECKPOINTS = "the checkpoint's chat template"
 FOR_TOOLS = "tool_use"  # Name of a template for conversations with tools, which some models have.
 INSTEAD = "correct it, or name another one with --chat-template"
-PROBE = "quire probes the content format"
 SHOWN_PARTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "image": ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}}),
     "video": ({"type": "video"}, {"type": "video_url", "video_url": {"url": ""}}),
@@ -75,18 +67,8 @@ SHOWN_PARTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 """Forms of a part of each kind, of which a template may know one."""
 SHOWN_NAMES = {"image": "images", "video": "videos", "audio": "sounds"}
 NO_MARKERS: Mapping[str, str] = {}
-NO_OPTIONS: Mapping[str, Any] = {}
 USER: ChatMessage = {"role": "user", "content": "x"}
 ASSISTANT: ChatMessage = {"role": "assistant", "content": "y"}
-
-SWITCHES = frozenset(
-    {"enable_thinking", "thinking", "thinking_mode", "thinking_option", "thinking_effort", "thinking_budget",
-     "enable_reasoning", "reasoning", "reasoning_effort", "reasoning_budget", "think"}
-)  # fmt: skip  # Options by which published templates enable and disable thinking.
-PAIRS: tuple[tuple[Any, Any], ...] = (
-    (True, False), ("high", "none"), ("on", "off"), ("enabled", "disabled"), ("thinking", "chat"),
-)  # fmt: skip  # Values (on, off) of these options; a budget of 0 equals False.
-MAX_KEPT = 64
 
 
 class TemplateTokenizer(TextEncoder, Protocol):
@@ -166,7 +148,7 @@ class RenderedChat:
         return sorted(places)
 
 
-class ChatTemplate:
+class ChatTemplate(TemplateProbes):
     """One compiled template.
 
     Args:
@@ -236,15 +218,6 @@ class ChatTemplate:
             message = {"role": role, "content": "x"}
             self._reads_name[role] = self._tells_apart(message, {**message, "name": PROBE})
         return self._reads_name.get(role, True)
-
-    def probe(self, options: Mapping[str, Any]) -> str | None:
-        """Return the prompt of a short conversation with these options; None if the template fails."""
-        try:
-            return self._run_bare(
-                [{"role": "user", "content": PROBE}], {**options, "add_generation_prompt": True}
-            )
-        except Exception:  # untrusted template code may fail for any value; then nothing is known
-            return None
 
     def takes_first(self, role: str) -> bool:
         """Return whether a message of this role is shown at the beginning of a conversation; probed once."""
@@ -333,7 +306,7 @@ class ChatTemplate:
             return self._for_tools.try_render(messages, **options)
         messages, options = self._tool_place.put(messages, options)
         if self._wants_parts:
-            messages = [_with_parts(message) for message in messages]
+            messages = [with_parts(message) for message in messages]
         known = {name: options[name] for name in options.keys() & (self.variables | OWN_VARIABLES)}
         context = {**self._tokens, "tools": None, "documents": None, **known, "messages": messages}
         try:
@@ -465,19 +438,6 @@ class ChatTemplate:
                 param="messages",
             )
 
-    def _find_media_part(self, marker: str, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """Return the content part for which the template writes a marker; None if it takes texts only."""
-        for part in parts:
-            content = [part, {"type": "text", "text": PROBE}]
-            context = {**self._tokens, "messages": [{"role": "user", "content": content}]}
-            try:
-                rendered = self._template.render(context)
-            except Exception:  # untrusted template code; its failure is the answer
-                continue
-            if rendered.count(marker) == 1 and PROBE in rendered:
-                return part
-        return None
-
     def _check_options(self, options: dict[str, Any]) -> None:
         for name in options:
             if name in ("tools", "documents"):
@@ -492,7 +452,7 @@ class ChatTemplate:
 
     def _run(self, plain: PlainText, variables: dict[str, Any]) -> str:
         if self._wants_parts:
-            variables["messages"] = [_with_parts(message) for message in variables["messages"]]
+            variables["messages"] = [with_parts(message) for message in variables["messages"]]
         context = {**self._tokens, "tools": None, "documents": None, **variables}
         try:
             return _bounded_join(self._template.generate(context))
@@ -509,45 +469,6 @@ class ChatTemplate:
             raise TemplateFailureError(
                 "the chat template failed on these messages", param="messages"
             ) from None
-
-    def _may_show(self, role: str, before: list[ChatMessage], after: list[ChatMessage]) -> bool:
-        """Return False if the template rejects or omits a message of this role there."""
-        try:
-            return PROBE in self._run_bare([*before, {"role": role, "content": PROBE}, *after])
-        except TemplateRefusalError:
-            return False
-        except Exception:  # untrusted code may fail for the probe only, for example without tools
-            return True
-
-    def _tells_apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return whether replacing one message by the other may change the prompt."""
-        before = [] if one["role"] in ("user", "system", "developer") else [{"role": "user", "content": "x"}]
-        try:
-            prompts = [self._run_bare([*before, message]) for message in (one, other)]
-        except Exception:  # untrusted template code may reject both; then nothing is known
-            return True
-        return prompts[0] != prompts[1]
-
-    def _run_bare(self, messages: list[dict[str, Any]], options: Mapping[str, Any] = NO_OPTIONS) -> str:
-        messages = [_with_parts(message) for message in messages] if self._wants_parts else messages
-        return self._template.render({**self._tokens, **options, "messages": messages})
-
-    def _shows_tools(self, place: ToolPlace, name: str) -> bool:
-        """Return whether a tool at this place appears in the prompt."""
-        messages, options = place.put(PROBE_MESSAGES, {"tools": [PROBE_TOOL]})
-        try:
-            return name in self._run_bare(messages, options)
-        except Exception:  # untrusted template code; its failure is the answer
-            return False
-
-    def _shows(self, content: Any) -> bool:
-        """Return whether a user message's content is shown as text, without its structure."""
-        context = {**self._tokens, "messages": [{"role": "user", "content": content}]}
-        try:
-            rendered = self._template.render(context)
-        except Exception:  # untrusted template code; its failure is the answer
-            return False
-        return PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
 
 
 def _says(tree: nodes.Template, word: str) -> bool:
@@ -618,12 +539,6 @@ def _shown(message: ChatMessage, plain: PlainText, media: ShownMedia, end: str) 
     return {**protected, "content": protected["content"] + end} if end else protected
 
 
-def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(message["content"], list):
-        return message
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
-
-
 def _bounded_join(pieces: Iterable[str]) -> str:
     kept, num_chars = [], 0
     for piece in pieces:
@@ -646,46 +561,3 @@ def _cut_at(end: str, rendered: str) -> str:
             param="continue_final_message",
         )
     return kept
-
-
-class ThinkingSwitch:
-    """Detector of disabled thinking.
-
-    Args:
-        reasoning: the model's reasoning format; None if it has none.
-    """
-
-    def __init__(self, template: ChatTemplate, reasoning: ReasoningFormat | None) -> None:
-        self._template = template
-        self._reasoning = reasoning
-        self._names = sorted(SWITCHES & template.variables)
-        self._known: dict[tuple[str, ...], bool] = {}
-
-    def is_off(self, options: Mapping[str, Any]) -> bool:
-        """Return whether these options disable reasoning."""
-        given = {name: options[name] for name in self._names if name in options}
-        key = tuple(f"{name}={value!r}" for name, value in given.items())
-        if key not in self._known:
-            if len(self._known) >= MAX_KEPT:
-                self._known.clear()
-            self._known[key] = self._find_out(given)
-        return self._known[key]
-
-    def _find_out(self, given: Mapping[str, Any]) -> bool:
-        if self._reasoning is None:
-            return False
-        if any(value == off for value in given.values() for _, off in PAIRS):
-            return True
-        prompt = self._template.probe(given)
-        return prompt is not None and any(self._lacks(prompt, name, given) for name in self._names)
-
-    def _lacks(self, prompt: str, name: str, given: Mapping[str, Any]) -> bool:
-        """Return whether the prompt equals the one with the option off, or lacks the reasoning that it opens."""
-        assert self._reasoning is not None
-        for on, off in PAIRS:
-            with_it, without = (self._template.probe({**given, name: value}) for value in (on, off))
-            if with_it in (None, without, prompt):
-                continue
-            if prompt == without or self._reasoning.is_open_after(with_it):
-                return True
-        return False

@@ -77,7 +77,8 @@ class AnswerPrinting:
         Raises:
             ValidationError: there is no chat template, it refuses the conversation, or an image cannot be used.
         """
-        from quire.entrypoints.chat.template import ChatTemplate, ThinkingSwitch
+        from quire.entrypoints.chat.template import ChatTemplate
+        from quire.entrypoints.chat.thinking_switch import ThinkingSwitch
 
         tokenizer = self._engine.tokenizer
         assert tokenizer is not None, "checked at start"

@@ -22,7 +22,8 @@ from quire.entrypoints.llama_server.protocol import (
 )
 from quire.entrypoints.openai.completions import CompletionAnswer
 from quire.entrypoints.openai.errors import frame_of
-from quire.entrypoints.openai.generation import Outputs, UsageMeter, floored, text_or_id
+from quire.entrypoints.openai.generation import Outputs, UsageMeter
+from quire.entrypoints.openai.logprobs import floored, text_or_id
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.openai.streaming import COMMENT, StreamFormat, frame
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field, WithJsonSchema
 
-from quire.entrypoints.openai.parsing import FieldRules, RejectedField
+from quire.entrypoints.openai.field_rules import FieldRules, RejectedField
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.constraints import JsonSchema, PatternField
 from quire.entrypoints.openai.protocol.relations import asks_nothing, either

@@ -15,7 +15,7 @@ from pydantic import Field, WithJsonSchema
 
 from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES
 from quire.entrypoints.ollama.options import OPTIONS_OBJECT
-from quire.entrypoints.openai.parsing import INNER, FieldRules
+from quire.entrypoints.openai.field_rules import INNER, FieldRules
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.media_shapes import of_media
 from quire.entrypoints.openai.protocol.relations import asks_nothing, either, has, is_true

@@ -34,14 +34,8 @@ from quire.entrypoints.openai.chat_prompt import (
     translate,
 )
 from quire.entrypoints.openai.errors import own_id_of
-from quire.entrypoints.openai.generation import (
-    Outputs,
-    StreamUsage,
-    UsageMeter,
-    chat_logprobs,
-    naming_of,
-    prompt_logprobs_json,
-)
+from quire.entrypoints.openai.generation import Outputs, StreamUsage, UsageMeter
+from quire.entrypoints.openai.logprobs import chat_logprobs, naming_of, prompt_logprobs_json
 from quire.entrypoints.openai.openapi.operation import Operation, data_events, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.prompts import MAX_SEQUENCES, with_options

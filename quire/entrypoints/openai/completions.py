@@ -18,11 +18,9 @@ from starlette.responses import Response
 
 from quire.engine.queue_limits import QueueReservation
 from quire.entrypoints.openai.errors import own_id_of
-from quire.entrypoints.openai.generation import (
-    Outputs,
-    StreamUsage,
+from quire.entrypoints.openai.generation import Outputs, StreamUsage, UsageMeter
+from quire.entrypoints.openai.logprobs import (
     Top,
-    UsageMeter,
     completion_logprobs,
     id_text,
     naming_of,

@@ -31,7 +31,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from quire.config import ServerConfig
 from quire.entrypoints.openai.connection_count import ConnectionCount
 from quire.entrypoints.openai.errors import error_body, id_headers, response_of, shaped_error
-from quire.entrypoints.openai.lifecycle import AllowedHosts
+from quire.entrypoints.openai.middleware.allowed_hosts import AllowedHosts
 from quire.entrypoints.openai.middleware.body_limit import AUDIO_PATHS
 from quire.entrypoints.openai.tls import tls_options
 from quire.errors import (

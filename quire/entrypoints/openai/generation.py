@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation for one HTTP request, shared by all endpoint families: outputs, logprobs, usage and timings.
+"""Generation for one HTTP request, shared by all endpoint families: outputs, usage and timings.
 
 Invariant: closing `Outputs` closes every engine generator in it, which aborts running requests. A failed output is
-raised, never passed on as text. Logprobs are at least `FLOOR`, since JSON has no minus infinity. Exactly one chunk of a
-stream, the last, carries `UsageMeter.closing`: as with OpenAI a separate chunk if usage was requested, else the chunk
-that ends the last choice.
+raised, never passed on as text. Exactly one chunk of a stream, the last, carries `UsageMeter.closing`: as with OpenAI a
+separate chunk if usage was requested, else the chunk that ends the last choice.
 """
 
 from __future__ import annotations
@@ -18,153 +17,29 @@ from msgspec import UNSET, UnsetType
 
 from quire.adapters import AdapterRequest, adapter_terms
 from quire.engine.queue_limits import QueueReservation
+from quire.entrypoints.openai.merged import Indexed, merged
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol.requests import GenerationRequest
 from quire.entrypoints.openai.protocol.responses import (
-    ChatLogprobs,
-    CompletionLogprobs,
     CompletionTokensDetails,
-    PromptLogprob,
-    PromptPosition,
     PromptTokensDetails,
     Timings,
-    TokenLogprob,
-    TopLogprob,
     Usage,
 )
 from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError, UnavailableError, ValidationError
 from quire.inputs import TokensPrompt
 from quire.kv_transfer_params import PULL_FAILED
-from quire.outputs import (
-    CompletionOutput,
-    Logprob,
-    PositionLogprobs,
-    RequestOutput,
-    RequestStateStats,
-    joined_stats,
-)
+from quire.outputs import CompletionOutput, RequestOutput, RequestStateStats, joined_stats
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.structured_outputs_params import FAULT, PARAM
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
 
-FLOOR = -9999.0
 NO_MEDIA: Mapping[str, int] = {}
-# Alternatives reported per position: so many of the most likely (-1: all), or these token ids.
-Top = int | Sequence[int]
 
-# (token id, its text if there is a tokenizer) -> its representation in the reply.
-Naming = Callable[[int, str | None], str]
-
-Indexed = tuple[int, RequestOutput]  # Prompt index, and an output of that prompt.
 # Handles a non-final output immediately, or does nothing and returns False.
 InlineConsumer = Callable[[int, RequestOutput], bool]
-
-
-def naming_of(*, as_ids: bool | None) -> Naming:
-    """Return the function that formats tokens: as text, or as ids (`return_tokens_as_token_ids`)."""
-    return (lambda token_id, _: id_text(token_id)) if as_ids else text_or_id
-
-
-def chat_logprobs(positions: Sequence[PositionLogprobs], top: Top, naming: Naming) -> ChatLogprobs:
-    """Return one entry per generated token, each with its alternatives."""
-    return ChatLogprobs(content=[_chat_entry(position, top, naming) for position in positions])
-
-
-def completion_logprobs(
-    token_ids: Sequence[int],
-    positions: Sequence[PositionLogprobs | None],
-    top: Top,
-    offset: int,
-    text_of: Callable[[int], str],
-    naming: Naming,
-) -> tuple[CompletionLogprobs, int]:
-    """Return parallel lists over tokens, and the text offset of the next token.
-
-    Args:
-        positions: one per token; None for the first token of an echoed prompt, which has no logprob.
-        top: alternatives to report at each position.
-        offset: text offset of the first token within the choice.
-        text_of: returns the text of a token that has no logprob.
-    """
-    result = CompletionLogprobs([], [], [], [])
-    for token_id, position in zip(token_ids, positions, strict=True):
-        chosen = position[token_id] if position else None
-        text = text_or_id(token_id, chosen.decoded_token) if chosen else text_of(token_id)
-        result.tokens.append(naming(token_id, text))
-        result.text_offset.append(offset)
-        result.token_logprobs.append(None if chosen is None else floored(chosen.logprob))
-        result.top_logprobs.append(None if position is None else _top_by_text(position, top, naming))
-        token_bytes = chosen.token_bytes if chosen else None
-        offset += _num_begun(text.encode() if token_bytes is None else token_bytes)
-    return result, offset
-
-
-def prompt_logprobs_json(
-    positions: Sequence[PositionLogprobs | None] | None,
-) -> list[PromptPosition | None] | None:
-    """Return the prompt's logprobs in vLLM's form: one map from token id per position, null for the first."""
-    if positions is None:
-        return None
-    return [None if position is None else _by_id(position) for position in positions]
-
-
-def floored(logprob: float) -> float:
-    return max(logprob, FLOOR)
-
-
-def text_or_id(token_id: int, text: str | None) -> str:
-    """Return a token's text, or its id without a tokenizer."""
-    return id_text(token_id) if text is None else text
-
-
-def id_text(token_id: int) -> str:
-    return f"token_id:{token_id}"
-
-
-def _chat_entry(position: PositionLogprobs, top: Top, naming: Naming) -> TokenLogprob:
-    token_id, chosen = next(iter(position.items()))
-    others = [_top_entry(token_id, logprob, naming) for token_id, logprob in _beside(position, top)]
-    name = naming(token_id, chosen.decoded_token)
-    return TokenLogprob(name, floored(chosen.logprob), _byte_values(chosen), others)
-
-
-def _top_entry(token_id: int, logprob: Logprob, naming: Naming) -> TopLogprob:
-    name = naming(token_id, logprob.decoded_token)
-    return TopLogprob(name, floored(logprob.logprob), _byte_values(logprob))
-
-
-def _num_begun(token_bytes: bytes) -> int:
-    """Count the characters that begin in a token, so that a split one counts once."""
-    return sum(byte & 0xC0 != 0x80 for byte in token_bytes)
-
-
-def _byte_values(logprob: Logprob) -> list[int] | None:
-    return None if logprob.token_bytes is None else list(logprob.token_bytes)
-
-
-def _top_by_text(position: PositionLogprobs, top: Top, naming: Naming) -> dict[str, float]:
-    """Return the alternatives and the sampled token by text; of equal texts the first one counts."""
-    by_text: dict[str, float] = {}
-    chosen = next(iter(position.items()))
-    for token_id, logprob in [*_beside(position, top), chosen]:
-        by_text.setdefault(naming(token_id, logprob.decoded_token), floored(logprob.logprob))
-    return by_text
-
-
-def _beside(position: PositionLogprobs, top: Top) -> list[tuple[int, Logprob]]:
-    if not isinstance(top, int):
-        return [(token_id, position[token_id]) for token_id in dict.fromkeys(top)]
-    ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
-    return [item for item in ranked if top < 0 or (item[1].rank or 0) <= top]
-
-
-def _by_id(position: PositionLogprobs) -> PromptPosition:
-    return {
-        str(token_id): PromptLogprob(floored(logprob.logprob), logprob.rank, logprob.decoded_token)
-        for token_id, logprob in position.items()
-    }
 
 
 class UsageMeter:
@@ -371,7 +246,7 @@ class Outputs:
             for index, prompt in enumerate(prompts)
         ]
         self.prompt_lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
-        self._outputs = generators[0] if len(generators) == 1 else _merged(generators)
+        self._outputs = generators[0] if len(generators) == 1 else merged(generators)
         self._place = place
         self._first: asyncio.Task[Indexed] | None = None
 
@@ -491,37 +366,3 @@ def _report_timeout_as_length(output: RequestOutput, *, is_first: bool) -> None:
         raise DeadlineError("the request timed out before a token was generated")
     for completion in late:
         completion.finish_reason, completion.stop_reason = "length", "timeout"
-
-
-async def _merged(generators: list[AsyncGenerator[Indexed, None]]) -> AsyncGenerator[Indexed, None]:
-    """Yield the outputs of all generators as they come; the first error ends all."""
-    queue: asyncio.Queue[Indexed | BaseException | None] = asyncio.Queue(maxsize=len(generators))
-    pumps = [asyncio.create_task(_pump(outputs, queue)) for outputs in generators]
-    num_running = len(pumps)
-    try:
-        while num_running:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                num_running -= 1
-            else:
-                yield item
-    finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-
-
-async def _pump(
-    outputs: AsyncGenerator[Indexed, None],
-    queue: asyncio.Queue[Indexed | BaseException | None],
-) -> None:
-    try:
-        async with aclosing(outputs):
-            async for item in outputs:
-                await queue.put(item)
-    except Exception as error:  # passed to the consumer, which raises it
-        await queue.put(error)
-    else:
-        await queue.put(None)

@@ -1,33 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server lifecycle from the bound port to the exit code, the ready message, and Host header checks.
+"""Server lifecycle from the bound port to the exit code.
 
 Invariant: the first SIGTERM, SIGINT or SIGHUP drains: running requests may finish, new ones are rejected, exit code 0.
 A second signal, SIGQUIT or --shutdown-timeout cancels the rest; their streams end in an error event. When the engine
 dies, its streams end in an error event before the process exits with code 1.
-`AllowedHosts` prevents DNS rebinding: a foreign page can point its own name at 127.0.0.1, and the browser then treats
-this server as the page's origin. Addresses are always allowed, since no name was resolved, and so are localhost and
-*.localhost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
-import json
 import logging
-import re
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import uvicorn
-from starlette.types import Scope
 
 from quire.config import ServerConfig
-from quire.config.pooling import CLASS_TASKS, PoolingSpec
+from quire.entrypoints.openai.greeting import base_url, greeting_of, reaches_others, ready_text
 from quire.entrypoints.openai.service_manager import ServiceManager
 from quire.entrypoints.openai.start_signals import drain_signals
 from quire.entrypoints.openai.state import ServerState
@@ -39,100 +31,10 @@ from quire.metrics.stats import IterationStats
 
 logger = logging.getLogger(__name__)
 
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - what users ask for
 
 T = TypeVar("T")
 POLL_S = 0.2
 GRACE_S = 5.0  # Time for ending responses to reach their clients.
-ANY = "*"
-LOCALHOST = "localhost"
-_HOST = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]:@/\\\s]+)(?::[0-9]*)?")
-
-
-class Greeting(NamedTuple):
-    """Example request for one kind of model.
-
-    Attributes:
-        call: method of the OpenAI client that sends it; empty if there is none.
-        shown: part of the reply to print.
-    """
-
-    path: str
-    body: dict[str, Any]
-    call: str = ""
-    shown: str = ""
-
-
-CHAT = Greeting(
-    "/v1/chat/completions",
-    {"messages": [{"role": "user", "content": "Hello!"}]},
-    "chat.completions",
-    "choices[0].message.content",
-)
-COMPLETION = Greeting("/v1/completions", {"prompt": "Once upon a time"}, "completions", "choices[0].text")
-EMBEDDING = Greeting("/v1/embeddings", {"input": "Once upon a time"}, "embeddings", "data[0].embedding")
-TOKEN_EMBEDDING = Greeting("/pooling", {"input": "Once upon a time"})
-CLASSES = Greeting("/classify", {"input": "Once upon a time"})
-SCORE = Greeting("/v1/score", {"text_1": "Hello!", "text_2": "Hi there!"})
-
-
-def greeting_of(spec: PoolingSpec | None, *, has_chat: bool) -> Greeting:
-    """Return the example request for a pooling model, or for a generative one."""
-    if spec is None:
-        return CHAT if has_chat else COMPLETION
-    if spec.is_cross_encoder:
-        return SCORE
-    if spec.tasks[0] in CLASS_TASKS:
-        return CLASSES if spec.tasks[0] == "classify" else TOKEN_EMBEDDING
-    return EMBEDDING if "embed" in spec.tasks else TOKEN_EMBEDDING
-
-
-def reaches_others(host: str) -> bool:
-    """Return whether other machines can reach this address; a host name counts as local."""
-    try:
-        return host in EVERYWHERE or not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def base_url(host: str, port: int, root_path: str = "", scheme: str = "http") -> str:
-    """Return the server's URL as seen from this machine."""
-    host = EVERYWHERE.get(host, host)
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{root_path}"
-
-
-def curl_example(url: str, model: str, greeting: Greeting, *, needs_key: bool) -> str:
-    lines = [f"curl {url}{greeting.path}", "-H 'Content-Type: application/json'"]
-    if needs_key:
-        lines.append('-H "Authorization: Bearer $QUIRE_API_KEY"')
-    quoted = json.dumps({"model": model, **greeting.body}, ensure_ascii=False).replace("'", "'\\''")
-    return " \\\n  ".join([*lines, f"-d '{quoted}'"])
-
-
-def python_example(url: str, model: str, greeting: Greeting, *, needs_key: bool) -> str:
-    """Return an example with the OpenAI client; empty if the client has no such call."""
-    if not greeting.call:
-        return ""
-    key = 'os.environ["QUIRE_API_KEY"]' if needs_key else '"none"'
-    lines = ["import os", ""] if needs_key else []
-    fields = {"model": model, **greeting.body}.items()
-    arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in fields)
-    lines += [
-        "from openai import OpenAI",
-        "",
-        f'client = OpenAI(base_url="{url}/v1", api_key={key})',
-        f"reply = client.{greeting.call}.create({arguments})",
-        f"print(reply.{greeting.shown})",
-    ]
-    return "\n".join(lines)
-
-
-def ready_text(url: str, model: str, greeting: Greeting, *, needs_key: bool) -> str:
-    """Return the ready message: the address, and working example requests."""
-    examples = (
-        example(url, model, greeting, needs_key=needs_key) for example in (curl_example, python_example)
-    )
-    return "\n".join(["", f"{model} is ready at {url}", *(f"\n{one}" for one in examples if one), ""])
 
 
 class HttpServer(uvicorn.Server):
@@ -370,60 +272,3 @@ async def _first_of(*works: Coroutine[Any, Any, T]) -> T:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class AllowedHosts:
-    """Set of host names that the server accepts.
-
-    Args:
-        has_keys: whether requests need a key, which protects against foreign pages.
-    """
-
-    def __init__(self, config: ServerConfig, *, has_keys: bool) -> None:
-        self._always = bool(config.allowed_hosts)
-        self._never = ANY in config.allowed_hosts or (
-            not self._always and (has_keys or reaches_others(config.host))
-        )
-        names = (LOCALHOST, f"*.{LOCALHOST}", config.host, *config.allowed_hosts)
-        self._names = frozenset(_normalized(name) for name in names if name)
-
-    def refused(self, scope: Scope) -> str | None:
-        """Return the disallowed host name of a request, or None."""
-        if self._never or not (self._always or _is_loopback((scope.get("server") or ("", 0))[0])):
-            return None
-        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        target = scope["raw_path"].decode("latin-1")
-        if not target.startswith("/") and "//" in target:  # a proxy's form, whose target includes the name
-            given.append(urlsplit(target).netloc)
-        return next((host for host in given if not self._allows(host)), None)
-
-    def _allows(self, host: str) -> bool:
-        name = _normalized(_without_port(host))
-        if _address(name) is not None or name in self._names:
-            return True
-        labels = name.split(".")
-        return any(".".join(["*", *labels[start:]]) in self._names for start in range(1, len(labels)))
-
-
-def _without_port(host: str) -> str:
-    """Return the name or address of a Host header; malformed values are returned as they are and match no name."""
-    parts = _HOST.fullmatch(host)
-    return parts[1].strip("[]") if parts else host
-
-
-def _normalized(name: str) -> str:
-    return name.lower().removesuffix(".")
-
-
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None
-
-
-def _is_loopback(host: str) -> bool:
-    address = _address(host)
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return address is not None and address.is_loopback

@@ -12,8 +12,9 @@ from starlette.responses import Response
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.errors import json_response
+from quire.entrypoints.openai.field_rules import renamed_to
 from quire.entrypoints.openai.openapi.operation import Operation, describe
-from quire.entrypoints.openai.parsing import checked, read_json, read_request, renamed_to
+from quire.entrypoints.openai.parsing import checked, read_json, read_request
 from quire.entrypoints.openai.prompts import check_text
 from quire.entrypoints.openai.protocol.requests import (
     DetokenizeRequest,

@@ -23,6 +23,7 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import library
 from quire.kernels.cpu.arena import Arena, ArenaFullError
 from quire.kernels.cpu.library import CACHE_DTYPE_CODES, DTYPE_CODES
+from quire.kernels.cpu.signatures import SIGNATURES
 
 
 def describe(tensor: Tensor) -> str:
@@ -188,7 +189,7 @@ def check_alignment(name: str, tensors: tuple[Tensor, ...]) -> None:
     Raises:
         ValueError: one is not aligned to its elements.
     """
-    for tensor, label in zip(tensors, library.SIGNATURES[name][0].split(), strict=True):
+    for tensor, label in zip(tensors, SIGNATURES[name][0].split(), strict=True):
         needed = (
             4 if tensor.dtype is torch.int8 else tensor.itemsize
         )  # an int8 cache holds float32 scales, too

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from quire.distributed.hosts import HostGroups
 from quire.kernels import ops
-from quire.kernels.reference import tree_sum
+from quire.kernels.reference_collectives import tree_sum
 
 FEW = 1 << 12
 """Element count up to which each rank reduces all elements across hosts instead of a part."""

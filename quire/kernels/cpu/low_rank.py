@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.calls import call, check_array, check_on_cpu, describe, dtype_code
-from quire.kernels.cpu.library import CACHE_DTYPE_CODES, LOW_RANK_LINEAR
+from quire.kernels.cpu.library import CACHE_DTYPE_CODES
 from quire.kernels.cpu.linear import SCRATCH
+from quire.kernels.cpu.signatures import LOW_RANK_LINEAR
 from quire.kernels.low_rank import LowRankStacks
 
 

@@ -23,7 +23,7 @@ from quire.models.families.fields import (
     read_llama,
     rms_eps,
 )
-from quire.models.families.llama import minicpm_multipliers
+from quire.models.families.llama_like import minicpm_multipliers
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import read_rope
 

@@ -38,7 +38,7 @@ from quire.models.families.fields import (
     uniform_window,
     unrotated_layers,
 )
-from quire.models.families.llama import read_ernie
+from quire.models.families.llama_like import read_ernie
 from quire.models.families.olmo import read_hunyuan, read_olmo2
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import CHUNKED, FULL, read_rope

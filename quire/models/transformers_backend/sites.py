@@ -26,7 +26,8 @@ from transformers.utils.generic import ModelOutput
 
 from quire.config import EngineConfig
 from quire.errors import QuireError, UnsupportedModelError
-from quire.layers.attention import Attention, Sinks
+from quire.layers.attention import Attention
+from quire.layers.attention_parts import Sinks
 from quire.layers.base import activation_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.shard import Shard

@@ -6,6 +6,7 @@ Invariant: older checkpoints have `preprocessor_config.json`, newer ones the sam
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from quire.errors import ModelLoadError
 from quire.models.checkpoint_files import has_file
 from quire.models.json_object import JsonObject, optional_json_object, read_json_object
-from quire.multimodal.processors.base import IMAGE, SCOPES, VIDEO
+from quire.multimodal.processors.base import IMAGE, SCOPES, VIDEO, Processor
 
 IMAGE_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
@@ -80,3 +81,19 @@ def _literal(value: Any) -> str:
     """Return a token's text, which files have plain or inside an object."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else ""
+
+
+class FilesProcessor(Processor):
+    """Base of processors that the files of a checkpoint configure."""
+
+    @abc.abstractmethod
+    def __init__(self, files: ProcessorFiles) -> None:
+        """Read the files.
+
+        Raises:
+            StartupError: a file is malformed, or an option is not supported.
+        """
+
+    @classmethod
+    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
+        return cls(ProcessorFiles(model_dir, options))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,8 @@ from PIL import Image
 
 from quire.errors import ModelLoadError
 from quire.models.json_object import JsonObject
-from quire.multimodal.processors.base import (
-    Arrays,
-    Placeholders,
-    Prepared,
-    Processor,
-    check_prepared_pixels,
-)
-from quire.multimodal.processors.files import ProcessorFiles
+from quire.multimodal.processors.base import Arrays, Placeholders, Prepared, check_prepared_pixels
+from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
 from quire.multimodal.processors.pixels import (
     BICUBIC,
     CLIP_MEAN,
@@ -37,7 +30,7 @@ from quire.multimodal.processors.pixels import (
 )
 
 
-class FlorenceProcessor(Processor):
+class FlorenceProcessor(FilesProcessor):
     """Processor that resizes both sides."""
 
     OPTIONS = frozenset[str]()
@@ -58,10 +51,6 @@ class FlorenceProcessor(Processor):
                 f"{image.where}: image_seq_length must be {count}, the rows of the encoder's image"
             )
         self._runs = (Placeholders(((self.placeholder, count),)),)
-
-    @classmethod
-    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         check_prepared_pixels(self._size[0] * self._size[1])

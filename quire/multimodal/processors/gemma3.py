@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,12 @@ from quire.multimodal.processors.base import (
     Arrays,
     Placeholders,
     Prepared,
-    Processor,
     check_prepared_pixels,
     fixed_embeds,
     request_errors,
     request_options,
 )
-from quire.multimodal.processors.files import ProcessorFiles
+from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
 from quire.multimodal.processors.pixels import (
     BILINEAR,
     HALVES,
@@ -87,7 +85,7 @@ class PanAndScan:
         return [image.crop((0, at, short, min(at + step, long))) for at in starts]
 
 
-class Gemma3Processor(Processor):
+class Gemma3Processor(FilesProcessor):
     """Processor that resizes to a square, whatever the proportions."""
 
     OPTIONS = frozenset({PAN_AND_SCAN, MIN_SIZE, MAX_CROPS, MIN_RATIO})
@@ -107,10 +105,6 @@ class Gemma3Processor(Processor):
         self.literals = (self.marker, self.placeholder, last)
         self._text = f"\n\n{self.marker}{self.placeholder}{last}\n\n"
         self._run = Placeholders(((self.placeholder, count),))
-
-    @classmethod
-    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():

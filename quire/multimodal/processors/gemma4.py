@@ -26,7 +26,7 @@ from quire.multimodal.processors.base import (
     request_errors,
     request_options,
 )
-from quire.multimodal.processors.files import ProcessorFiles
+from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
 from quire.multimodal.processors.pixels import (
     BICUBIC,
     PIXELS,
@@ -48,7 +48,7 @@ BUDGETS = (70, 140, 280, 560, 1120)
 _ZEROS, _ONES = (0.0,) * 3, (1.0,) * 3
 
 
-class Gemma4Processor(Processor):
+class Gemma4Processor(FilesProcessor):
     """Processor that keeps the proportions of an image."""
 
     OPTIONS = frozenset({BUDGET})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,12 @@ from quire.multimodal.processors.base import (
     Arrays,
     Placeholders,
     Prepared,
-    Processor,
     Size,
     check_prepared_pixels,
     request_errors,
     request_options,
 )
-from quire.multimodal.processors.files import ProcessorFiles
+from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
 from quire.multimodal.processors.pixels import (
     HALVES,
     LANCZOS,
@@ -47,7 +45,7 @@ MASKED = "masked"  # Name of an array: int64 [1], whether the encoder takes a ma
 SPLITTING = "do_image_splitting"
 
 
-class Idefics3Processor(Processor):
+class Idefics3Processor(FilesProcessor):
     """Processor that resizes to whole tiles, cuts them, and adds the whole image as a last tile."""
 
     OPTIONS = frozenset({SPLITTING, "size"})
@@ -67,10 +65,6 @@ class Idefics3Processor(Processor):
         self._whole = files.token("global_image_token", "<global-img>")
         self.literals = (self.placeholder, self._around, self._whole)
         self._run = Placeholders(((self.placeholder, count),))
-
-    @classmethod
-    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():

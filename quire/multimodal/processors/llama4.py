@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,12 @@ from quire.multimodal.processors.base import (
     Arrays,
     Placeholders,
     Prepared,
-    Processor,
     Size,
     check_prepared_pixels,
     request_errors,
     request_options,
 )
-from quire.multimodal.processors.files import ProcessorFiles
+from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
 from quire.multimodal.processors.pixels import (
     BILINEAR,
     FACTOR,
@@ -46,7 +44,7 @@ MAX_TILES = 64
 Floats = NDArray[np.float32]
 
 
-class Llama4Processor(Processor):
+class Llama4Processor(FilesProcessor):
     """Processor of images in tiles of one side."""
 
     OPTIONS = frozenset({"max_patches", "resize_to_max_canvas"})
@@ -72,10 +70,6 @@ class Llama4Processor(Processor):
         self._down = token("tile_y_separator_token", "<|tile_y_separator|>")
         marks = (self._start, self._end, self._across, self._down)
         self.literals = (self.marker, self.placeholder, *marks)
-
-    @classmethod
-    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():

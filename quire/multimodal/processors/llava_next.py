@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,15 +24,8 @@ from quire.multimodal.processors.anyres import (
     shown_grid,
     shrunk,
 )
-from quire.multimodal.processors.base import (
-    Arrays,
-    Placeholders,
-    Prepared,
-    Processor,
-    Size,
-    check_prepared_pixels,
-)
-from quire.multimodal.processors.files import ProcessorFiles
+from quire.multimodal.processors.base import Arrays, Placeholders, Prepared, Size, check_prepared_pixels
+from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
 from quire.multimodal.processors.llava import num_embeddings
 from quire.multimodal.processors.pixels import (
     BICUBIC,
@@ -61,7 +53,7 @@ ENCODED_FRAMES = (
 )
 
 
-class LlavaNextProcessor(Processor):
+class LlavaNextProcessor(FilesProcessor):
     """Processor of images in tiles."""
 
     OPTIONS = frozenset[str]()
@@ -88,10 +80,6 @@ class LlavaNextProcessor(Processor):
 
     def _most_tiles(self, config: JsonObject) -> int | None:
         return None
-
-    @classmethod
-    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         size, side = size_of(image), self._side

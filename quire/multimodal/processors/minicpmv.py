@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,12 @@ from quire.multimodal.processors.base import (
     Arrays,
     Placeholders,
     Prepared,
-    Processor,
     Size,
     check_prepared_pixels,
     request_errors,
     request_options,
 )
-from quire.multimodal.processors.files import ProcessorFiles
+from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
 from quire.multimodal.processors.pixels import (
     BICUBIC,
     HALVES,
@@ -49,7 +47,7 @@ _MOST_SLICES = 64
 _SLICES, _PATCH = "slices", "patch_size"  # Names of arrays: uint8 [k, h, w, 3] and int64 [1].
 
 
-class MiniCPMVProcessor(Processor):
+class MiniCPMVProcessor(FilesProcessor):
     """Processor that gives an image as many pixels as the encoder was trained for, and so each slice."""
 
     OPTIONS = frozenset({MAX_SLICES, SLICING})
@@ -78,10 +76,6 @@ class MiniCPMVProcessor(Processor):
         is_numbered = files.processor.flag("use_image_id", image.flag("use_image_id", True))
         self._number = NUMBER.join(ends["image_id"]) if is_numbered else ""
         self.literals = (self.placeholder, *(token for pair in ends.values() for token in pair))
-
-    @classmethod
-    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,12 @@ from quire.multimodal.processors.base import (
     Arrays,
     Placeholders,
     Prepared,
-    Processor,
     Size,
     check_prepared_pixels,
     request_errors,
     request_options,
 )
-from quire.multimodal.processors.files import ProcessorFiles
+from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
 from quire.multimodal.processors.internvl import best_grid
 from quire.multimodal.processors.pixels import (
     BILINEAR,
@@ -52,7 +50,7 @@ _CUBIC = -0.75
 _WHOLE, _SHOWN, _PATCH = "whole", "shown", "patch"  # Names of arrays, beside `PIXELS`, which are the crops.
 
 
-class Phi4Processor(Processor):
+class Phi4Processor(FilesProcessor):
     """Processor that enlarges an image until it fills crops in one direction; the rest of them is white."""
 
     OPTIONS = frozenset({MOST_CROPS})
@@ -69,10 +67,6 @@ class Phi4Processor(Processor):
         self._most(image)
         self.placeholder = self.marker = files.token("image_token", IMAGE_TOKEN)
         self.literals = (self.placeholder,)
-
-    @classmethod
-    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():

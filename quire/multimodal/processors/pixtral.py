@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,12 @@ from quire.multimodal.processors.base import (
     Arrays,
     Placeholders,
     Prepared,
-    Processor,
     Size,
     check_prepared_pixels,
     request_errors,
     request_options,
 )
-from quire.multimodal.processors.files import ProcessorFiles
+from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
 from quire.multimodal.processors.pixels import (
     BICUBIC,
     CLIP_MEAN,
@@ -44,7 +42,7 @@ from quire.multimodal.processors.pixels import (
 )
 
 
-class PixtralProcessor(Processor):
+class PixtralProcessor(FilesProcessor):
     """Processor that shrinks the longer side to a limit and rounds both up to whole merged patches."""
 
     OPTIONS = frozenset({"size"})
@@ -64,10 +62,6 @@ class PixtralProcessor(Processor):
         self._row_end = files.token("image_break_token", "[IMG_BREAK]")
         self._image_end = files.token("image_end_token", "[IMG_END]")
         self.literals = (self.placeholder, self._row_end, self._image_end)
-
-    @classmethod
-    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,12 @@ from quire.multimodal.processors.base import (
     Arrays,
     Placeholders,
     Prepared,
-    Processor,
     Size,
     check_prepared_pixels,
     request_errors,
     request_options,
 )
-from quire.multimodal.processors.files import ProcessorFiles
+from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
 from quire.multimodal.processors.pixels import (
     BICUBIC,
     CLIP_MEAN,
@@ -51,7 +49,7 @@ PATCH = (
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 
 
-class QwenVLProcessor(Processor):
+class QwenVLProcessor(FilesProcessor):
     """Processor that rounds both sides to multiples of `patch_size * merge_size`."""
 
     OPTIONS = frozenset({"min_pixels", "max_pixels", "size"})
@@ -73,10 +71,6 @@ class QwenVLProcessor(Processor):
             files.token("vision_start_token", "<|vision_start|>"),
             files.token("vision_end_token", "<|vision_end|>"),
         )
-
-    @classmethod
-    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        return cls(ProcessorFiles(model_dir, options))
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():

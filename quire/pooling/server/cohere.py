@@ -14,8 +14,9 @@ from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.entrypoints.openai.field_rules import FieldRules
 from quire.entrypoints.openai.openapi.operation import Operation, describe
-from quire.entrypoints.openai.parsing import FieldRules, read_request
+from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has
 from quire.entrypoints.openai.protocol.requests import EngineRequest
 from quire.entrypoints.openai.protocol.responses import Timings

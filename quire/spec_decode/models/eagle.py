@@ -32,7 +32,8 @@ from quire.layers.rotary import RotaryEmbedding
 from quire.layers.slot import Slot
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
-from quire.models.blocks import BLOCKS, Block
+from quire.models.block_kinds import BLOCKS
+from quire.models.blocks import Block
 from quire.models.decoder import DecoderForCausalLM, rotaries_of
 
 STATES = "states"  # key of `StepContext.intermediate`: [T, H] hidden state before each token

@@ -43,6 +43,7 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs
 from quire.worker.launched_step import LaunchedStep, Outcome, StepPart
 from quire.worker.sampler import Sampler
+from quire.worker.verification import known_tokens
 
 
 class WorkerDrafting(WorkerFeature):
@@ -192,7 +193,7 @@ class DraftingPart(RunnerPart):
         speculation.note_step(verified, len(outcome.token_ids), step.width, took)
         if speculation.rests():
             return
-        known = sampled.known_tokens(step.batch, outcome)
+        known = known_tokens(sampled, step.batch, outcome)
         outcome.drafts.update(speculation.propose({ids[index]: tokens for index, tokens in known.items()}))
 
     def calibrate(self, launch: Callable[[SchedulerOutput], LaunchedStep]) -> None:

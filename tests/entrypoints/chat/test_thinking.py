@@ -7,7 +7,8 @@ from typing import Any
 
 from quire.entrypoints.chat.formats.reasoning import FORMATS
 from quire.entrypoints.chat.formats.selection import AnswerFormat
-from quire.entrypoints.chat.template import ChatTemplate, ThinkingSwitch
+from quire.entrypoints.chat.template import ChatTemplate
+from quire.entrypoints.chat.thinking_switch import ThinkingSwitch
 from tests.fixtures.folded import folded
 
 THINK = next(row for row in FORMATS if row.name == "qwen3")

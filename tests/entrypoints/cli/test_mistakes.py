@@ -21,7 +21,7 @@ from quire import SamplingParams
 from quire.config import ASSETS
 from quire.entrypoints.cli.main import main
 from quire.errors import StartupError
-from quire.worker.worker import _enough_memory
+from quire.worker.step_worker import enough_memory
 
 DEMO = ASSETS / "quire-demo"
 
@@ -143,7 +143,7 @@ def test_allocation_that_fails_is_told_without_torchs_numbers() -> None:
         pytest.raises(
             StartupError, match=r"for a KV cache: the system refuses .*; give a smaller --kv-cache"
         ),
-        _enough_memory("a KV cache"),
+        enough_memory("a KV cache"),
     ):
         torch.empty(1 << 60, dtype=torch.uint8)
 

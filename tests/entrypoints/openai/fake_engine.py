@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from quire.adapters import LoRARequest
+from quire.beam_search.requests import search_request
 from quire.config import EngineConfig, ModelArch
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_stream import Offer
@@ -291,7 +292,7 @@ class FakeEngine:
 
     def _recited(self, prompt: TokenizedPrompt, params: BeamSearchParams) -> SamplingParams:
         """Check a beam search and return the sampling parameters of the recited answer that replaces it."""
-        _, params = self.input_processor.process_beam_search("search", prompt, params)
+        _, params = search_request(self.input_processor, "search", prompt, params)
         kind = RequestOutputKind.FINAL_ONLY
         return SamplingParams(
             n=params.n, max_tokens=params.max_tokens, logprobs=params.logprobs, output_kind=kind

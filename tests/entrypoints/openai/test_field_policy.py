@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.entrypoints.openai.field_rules import REFUSED
 from quire.entrypoints.openai.notes import MAX_NOTES, Notes
-from quire.entrypoints.openai.parsing import REFUSED, filter_fields
+from quire.entrypoints.openai.parsing import filter_fields
 from quire.entrypoints.openai.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.config import ServerConfig
-from quire.entrypoints.openai.lifecycle import AllowedHosts
+from quire.entrypoints.openai.middleware.allowed_hosts import AllowedHosts
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import LiveServer, live_server
 from tests.fixtures.folded import folded

@@ -17,7 +17,7 @@ import pytest
 from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai import completions
 from quire.entrypoints.openai.api_server import bind, run_server
-from quire.entrypoints.openai.lifecycle import reaches_others
+from quire.entrypoints.openai.greeting import reaches_others
 from quire.errors import ModelLoadError
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import LiveServer, events, live_server

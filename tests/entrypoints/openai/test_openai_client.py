@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from quire.entrypoints.openai.lifecycle import (
+from quire.entrypoints.openai.greeting import (
     CHAT,
     COMPLETION,
     Greeting,

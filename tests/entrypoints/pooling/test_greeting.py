@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from quire.config.pooling import PoolingSpec
-from quire.entrypoints.openai.lifecycle import EMBEDDING, greeting_of, python_example, ready_text
+from quire.entrypoints.openai.greeting import EMBEDDING, greeting_of, python_example, ready_text
 from tests.entrypoints.pooling.conftest import Serve
 from tests.fixtures.pooling import CROSS_ENCODER, EMBEDDER, REWARDS, TOKEN_EMBEDDER
 

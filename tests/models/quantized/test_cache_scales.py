@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.layers.attention import Attention, CacheScales, for_all_heads
+from quire.layers.attention import Attention
+from quire.layers.attention_parts import CacheScales, for_all_heads
 from quire.layers.shard import Shard
 from quire.models.base import CausalLM
 from quire.models.weight_files import SINGLE_NAME

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import safetensors.numpy
 
-from quire.kv_cache.spec import KVCacheConfig, group_layers
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import KVCacheConfig
 from quire.media import MediaItem, Prefix, chunk_end
 from quire.multimodal.worker import encoders
 from quire.sampling_params import SamplingParams

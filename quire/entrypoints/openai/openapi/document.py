@@ -25,10 +25,10 @@ from quire.entrypoints.openai.errors import (
     ErrorShape,
     shape_of,
 )
+from quire.entrypoints.openai.field_rules import refusals
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.openapi.limits import Rule, ServerLimits, narrow
 from quire.entrypoints.openai.openapi.operation import Operation, operation_of
-from quire.entrypoints.openai.parsing import refusals
 from quire.entrypoints.openai.protocol.media_shapes import of_server
 from quire.entrypoints.openai.protocol.requests import RequestModel
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType, field
 from pydantic import Field, WithJsonSchema
 
-from quire.entrypoints.openai.parsing import FieldRules
+from quire.entrypoints.openai.field_rules import FieldRules
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.constraints import StructuredOutputs
 from quire.entrypoints.openai.protocol.media_shapes import media_parts
