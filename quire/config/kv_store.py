@@ -42,7 +42,11 @@ def read_key(path: str, option_name: str) -> bytes:
         )
     if mode & (stat.S_IRGRP | stat.S_IROTH):
         logger.warning(
-            "%s: %s has mode %04o, so others can read the key; run chmod 600 %s", option_name, path, mode, path
+            "%s: %s has mode %04o, so others can read the key; run chmod 600 %s",
+            option_name,
+            path,
+            mode,
+            path,
         )
     if len(digits) != 2 * KEY_BYTES or not set(digits.lower()) <= set("0123456789abcdef"):
         raise ConfigError(

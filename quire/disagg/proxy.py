@@ -51,7 +51,7 @@ MAX_BODY_BYTES = 2**26
 RETRIED = (429, 502, 503, 504)
 """Statuses of an engine that is asked in vain, and others need not be."""
 REFUSED = (400, 422)
-"""Statuses of a request that an engine refuses for what is in it, such as a prefill engine that is not among its peers."""
+"""Statuses of a request that is refused for what is in it, such as blocks of an engine that is not among the peers."""
 
 
 class ProxyError(Exception):

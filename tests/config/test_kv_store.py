@@ -15,7 +15,9 @@ DIGITS = "ab" * 32
 FLAG = "--kv-store-key-file"
 
 
-@pytest.mark.parametrize(("mode", "is_warned_of"), [(0o600, False), (0o400, False), (0o640, True), (0o644, True)])
+@pytest.mark.parametrize(
+    ("mode", "is_warned_of"), [(0o600, False), (0o400, False), (0o640, True), (0o644, True)]
+)
 def test_a_key_that_others_can_read_is_warned_of(
     mode: int, is_warned_of: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -33,13 +35,23 @@ def test_a_key_that_others_can_replace_is_refused(mode: int, tmp_path: Path) -> 
     file = tmp_path / "key"
     file.write_text(DIGITS)
     file.chmod(mode)
-    with pytest.raises(ConfigError, match=f"has mode {mode:04o}, so others can replace the key; run chmod 600"):
+    with pytest.raises(
+        ConfigError, match=f"has mode {mode:04o}, so others can replace the key; run chmod 600"
+    ):
         read_key(str(file), FLAG)
 
 
 @folded(
     "content",
-    [b"", b"ab" * 31, b"ab" * 33, b"ab" * 10_000, b"xy" * 32, b"0x" + b"ab" * 31, b"ab" * 16 + b" " + b"ab" * 16],
+    [
+        b"",
+        b"ab" * 31,
+        b"ab" * 33,
+        b"ab" * 10_000,
+        b"xy" * 32,
+        b"0x" + b"ab" * 31,
+        b"ab" * 16 + b" " + b"ab" * 16,
+    ],
 )
 def test_a_file_without_a_key_is_refused_unquoted(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(content)

@@ -85,7 +85,11 @@ class OpenNamespace:
             if self.is_read_only:
                 return
             self.close()
-            needed = "room there" if error.errno in NO_ROOM else "a file system with locks (flock) that takes writes"
+            needed = (
+                "room there"
+                if error.errno in NO_ROOM
+                else "a file system with locks (flock) that takes writes"
+            )
             raise ConfigError(
                 f"{self.path / _LOCK} cannot be locked: {error.strerror}; the KV cache on disk needs {needed}"
             ) from error
@@ -254,7 +258,7 @@ class Root:
     def oldest_first(self, names: Iterable[str]) -> list[str]:
         """Return directories in the order of their last use.
 
-        A time well ahead of the clock is that of a wrong clock, and must not keep its directory forever: it comes first.
+        A time well ahead of the clock is that of a wrong one, and must not keep its directory forever: it is first.
 
         Raises:
             OSError: one cannot be read.

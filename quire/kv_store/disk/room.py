@@ -142,7 +142,11 @@ class _Folders:
                 taken = discard_oldest(folder, num_bytes)
             finally:
                 folder.unlock_files()
-        logger.info("took %d bytes of KV cache rows from %s, which has more than its share", taken, self._root.path / name)
+        logger.info(
+            "took %d bytes of KV cache rows from %s, which has more than its share",
+            taken,
+            self._root.path / name,
+        )
         return taken
 
     def _has_writer(self, name: str) -> bool:

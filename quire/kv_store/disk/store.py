@@ -42,9 +42,7 @@ MAX_SEGMENTS = 128  # Open files of a store: with larger limits segments are lar
 MIN_SEGMENT_ROWS = 8
 REFRESH_S = 0.5  # Well beyond a tick of the clock of files, see `Segment.refresh`.
 LOCK_S = 1.0  # Other ranks grow at the same moment, each for some milliseconds.
-GROW_AGAIN_S = (
-    10.0  # Time after which a store that reached its limit checks whether others have room for it.
-)
+GROW_AGAIN_S = 10.0  # Time after which a store that reached its limit checks whether others have room for it.
 WRITE_AGAIN_S = 60.0  # Time after which a file system that was read-only is tried again.
 _SLOTS = 1 << 32  # A place is segment number * _SLOTS + slot, so neighbouring slots are neighbouring places.
 
@@ -173,13 +171,13 @@ class DiskStore:
 
     def write(self, names: Sequence[bytes], rows: Sequence[Row]) -> int:
         hidden = self._hidden(names)
-        new = [(name, row) for name, row in zip(hidden, rows, strict=True) if name not in self._index]
         if self.is_writable:
             with self._io():
-                self._touch(
-                    [name for name in hidden if name in self._index]
-                )  # so that others are evicted first
-                self._write_new(new, frozenset(hidden))
+                self._drop_taken()
+                # First, so that others are evicted before them.
+                self._touch([name for name in hidden if name in self._index])
+                rows_of = zip(hidden, rows, strict=True)
+                self._write_new([one for one in rows_of if one[0] not in self._index], frozenset(hidden))
                 self._touch([name for name in hidden if name in self._index])
                 self._flush()
                 self._remember(hidden, names)

@@ -74,10 +74,10 @@ def own_size(store: SharedDiskStore) -> int:
     return size_of(store._directory / store._own.name)
 
 
-def fill(directory: Path, limit: int, store: SharedDiskStore, start: int, count: int = 400) -> None:
-    """Write more rows than there is room for; the limit holds after each call."""
-    for at in range(start, start + count, 4):
-        write(store, at)
+def fill(directory: Path, limit: int, store: SharedDiskStore, start: int, count: int = 200) -> None:
+    """Write rows for which there may be no room; the limit holds after each call."""
+    for at in range(start, start + count, 8):
+        write(store, at, 8)
         assert size_of(directory) <= limit
 
 
@@ -85,22 +85,23 @@ def fill(directory: Path, limit: int, store: SharedDiskStore, start: int, count:
 def test_engines_get_their_shares_of_a_full_directory(
     num_engines: int, num_segments: int, tmp_path: Path
 ) -> None:
-    """Each comes when those before it have filled the directory, and no engine is asked for more than once it is even."""
+    """Each comes when those before it have filled the directory; once sizes are even, nothing is taken any more."""
     limit = num_segments * SEGMENT
     share = limit // num_engines
     engines: list[SharedDiskStore] = []
     for at in range(num_engines):
         engines.append(engine(tmp_path, limit))
-        fill(tmp_path, limit, engines[-1], 1000 * at)
-    for at, store in enumerate(engines):
-        fill(tmp_path, limit, store, 1000 * at + 400)
-    sizes = [own_size(store) for store in engines]
+        fill(tmp_path, limit, engines[-1], 10_000 * at, 8 * num_segments // (at + 1) + 16)
+    sizes, start, count = [], 1000, 2 * 8 * num_segments // num_engines
+    while sizes != (now := [own_size(store) for store in engines]):
+        assert start < 8000, "they take from each other for ever"
+        sizes, start = now, start + 1000
+        for at, store in enumerate(engines):
+            fill(tmp_path, limit, store, 10_000 * at + start, count)
     assert min(sizes) > share - SEGMENT, sizes
     for at, store in enumerate(engines):
-        fill(tmp_path, limit, store, 1000 * at + 800, 40)
-        assert len(held(store, 1000 * at + 800, 40)) == min(40, store._own.stats().num_rows)
-    assert [own_size(store) for store in engines] == sizes
-    assert not any(store.stats().num_corrupt for store in engines)
+        assert len(held(store, 10_000 * at + start, count)) == store._own.stats().num_rows >= 8
+        assert store.stats().num_corrupt == 0
     for store in engines:
         store.close()
 
@@ -110,7 +111,7 @@ def test_an_engine_that_writes_little_keeps_its_rows(tmp_path: Path) -> None:
     busy, quiet = engine(tmp_path, limit), engine(tmp_path, limit)
     fill(tmp_path, limit, busy, 0)
     write(quiet, 5000, 8)
-    fill(tmp_path, limit, busy, 400)
+    fill(tmp_path, limit, busy, 1000)
     assert held(quiet, 5000, 8) == [*range(5000, 5008)]
     assert own_size(busy) > limit - own_size(quiet) - SEGMENT, "what it leaves free is used"
     quiet.close()
@@ -127,7 +128,7 @@ def test_rows_that_were_taken_are_misses_for_all(tmp_path: Path, key: bytes | No
     taker = engine(tmp_path, limit, Namespace({"model": "another"}, ROW_BYTES), key)
     files = [segment._fd for segment in idle._own._segments.values()]
     fill(tmp_path, limit, taker, 0, 200)
-    assert sum(os.fstat(fd).st_size == 0 for fd in files) >= 3
+    assert sum(os.fstat(fd).st_size == 0 for fd in files) >= 2
     assert reader.find([name_of(number) for number in range(200)]).count(True) < len(there)
     left = held(idle, 0, 200)
     assert held(reader, 0, 200) == left
@@ -135,10 +136,13 @@ def test_rows_that_were_taken_are_misses_for_all(tmp_path: Path, key: bytes | No
     names = {name_of(number): number for number in range(200)}
     assert {names[name] for name in idle.pop_removed()} == set(range(200)) - set(left)
     assert idle.stats().num_corrupt == reader.stats().num_corrupt == 0
+    taker.close()
     fill(tmp_path, limit, idle, 300, 40)
-    assert held(reader, 300, 40) == held(idle, 300, 40) == [*range(300, 340)], "files have the names of those taken"
-    for store in (idle, reader, taker):
-        store.close()
+    assert held(reader, 300, 40) == held(idle, 300, 40) == [*range(300, 340)], (
+        "files have the names of those taken"
+    )
+    idle.close()
+    reader.close()
 
 
 def test_folders_of_ended_engines_give_way_first(tmp_path: Path) -> None:
@@ -148,11 +152,11 @@ def test_folders_of_ended_engines_give_way_first(tmp_path: Path) -> None:
     fill(tmp_path, limit, running, 0, 64)
     fill(tmp_path, limit, ended, 1000)
     before = held(running, 0, 64)
-    held(ended, 1390, 4)
+    held(ended, 1190, 4)
     ended.close()
     later = engine(tmp_path, limit, Namespace({"model": "another"}, ROW_BYTES))
     write(later, 0, 8)
-    assert held(running, 1390, 4) == [*range(1390, 1394)], "the segment used last is still there"
+    assert held(running, 1190, 4) == [*range(1190, 1194)], "the segment used last is still there"
     fill(tmp_path, limit, later, 8, 40)
     assert held(running, 0, 64) == before
     running.close()
@@ -162,14 +166,14 @@ def test_folders_of_ended_engines_give_way_first(tmp_path: Path) -> None:
 def test_a_folder_from_the_future_gives_way_first(tmp_path: Path) -> None:
     """Its engine ran when the clock was wrong; by its times it would stay for ever."""
     namespaces = [Namespace({"model": str(number)}, ROW_BYTES) for number in range(3)]
-    now = time.time()
+    limit, now = limit_of(8, 8, 8), time.time()
     for namespace, age in zip(namespaces, (-10.0, CLOCK_ERROR_S + 60, CLOCK_ERROR_S - 60), strict=True):
-        store = engine(tmp_path, limit_of(8), namespace)
+        store = engine(tmp_path, limit, namespace)
         write(store, 0, 8)
         store.close()
         for file in (tmp_path / namespace.digest).iterdir():
             os.utime(file, (now + age, now + age))
-    store = engine(tmp_path, limit_of(8, 8, 8))
+    store = engine(tmp_path, limit)
     assert write(store, 0, 8) == 8
     there = [(tmp_path / namespace.digest).exists() for namespace in namespaces]
     assert there == [True, False, True]
@@ -211,8 +215,11 @@ def test_engines_that_come_and_go_keep_the_limit(seed: int, tmp_path: Path) -> N
             engines.pop(draw.randrange(len(engines))).close()
         elif event < 9:
             store, start = draw.choice(engines), draw.randrange(120)
-            num_stored = write(store, start)
-            assert len(held(store, start, 4)) == num_stored
+            write(store, start)
+            mine = [
+                number for number in range(start, start + 4) if store._own.find([name_of(number)]) == [True]
+            ]
+            assert {*mine} <= {*held(store, start, 4)}
         else:
             held(draw.choice(engines), draw.randrange(120), 8)
         assert size_of(tmp_path) <= limit
