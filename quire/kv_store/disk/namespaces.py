@@ -191,7 +191,7 @@ class Root:
 
         Raises:
             ConfigError: it holds rows of another namespace or key, or cannot be used.
-            OSError: the disk does not work, or is full.
+            OSError: the disk does not work.
         """
         opened = OpenNamespace(self.fd, self.path, name or namespace.digest, create=write, write=write)
         try:
@@ -323,7 +323,7 @@ class Root:
         stored = opened.manifest()
         if stored is None:
             if opened.is_writer:
-                opened.write_manifest(manifest)
+                _write(opened, manifest)
             return
         here = Namespace(manifest.values, manifest.row_bytes)
         here.check_same(Namespace(stored.values, stored.row_bytes), str(opened.path))
@@ -332,6 +332,16 @@ class Root:
                 f"the KV cache rows in {opened.path} were written {_with_key(stored.key)}, and this engine reads "
                 f"{_with_key(manifest.key)}; give the same key, or another directory"
             )
+
+
+def _write(opened: OpenNamespace, manifest: Manifest) -> None:
+    """Write namespace.json, if the disk has room for it now; the next start tries again."""
+    try:
+        opened.write_manifest(manifest)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        logger.warning("%s cannot be written now: %s", opened.path / _MANIFEST, error.strerror)
 
 
 def _with_key(fingerprint: str | None) -> str:

@@ -47,12 +47,15 @@ def make_room(root: Root, own: str, wanted: int, least: int, max_bytes: int) -> 
     """
     folders = _Folders(root, own)
     folders.free_unused(max_bytes - wanted)
-    if folders.num_bytes + wanted > max_bytes:
+    room = max(0, max_bytes - folders.num_bytes)
+    if room < wanted:
         share = max_bytes // folders.num_writers()
         of_share = min(wanted, share - folders.own_bytes)
-        if of_share >= least:
+        if of_share >= least and of_share > room:
             folders.take(max_bytes - of_share, share)
-    return max(0, max_bytes - folders.num_bytes)
+            # The rest is for whom it was taken from: more than the share would be taken back.
+            return min(of_share, max(0, max_bytes - folders.num_bytes))
+    return room
 
 
 def discard_oldest(folder: OpenNamespace, num_bytes: int) -> int:
