@@ -191,6 +191,14 @@ def test_connections_are_bounded_and_a_gone_client_frees_its_own() -> None:
             assert done[0].status_code == 200
 
 
+def test_the_log_says_why_an_engine_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with fakes(2) as (prefill, decode), served(proxy_of([prefill], [decode])) as url:
+        prefill.breaks = "body"
+        assert post(url).status_code == 200
+    reason = "it closed the connection before its reply was complete"
+    assert f"{prefill.url} is left out: {prefill.url}: {reason}" in caplog.text
+
+
 def test_a_slow_engine_is_left() -> None:
     with fakes(3) as (slow, prefill, decode):
         slow.waits = threading.Event()
