@@ -82,7 +82,9 @@ def fill(directory: Path, limit: int, store: SharedDiskStore, start: int, count:
         assert size_of(directory) <= limit
 
 
-@folded(("num_engines", "num_segments"), [(2, 8), (3, 16), (5, 11), (16, 20)])
+@folded(
+    ("num_engines", "num_segments"), [(2, 8), (3, 16), (5, 11), pytest.param(16, 20, marks=pytest.mark.more)]
+)
 def test_engines_get_their_shares_of_a_full_directory(
     num_engines: int, num_segments: int, tmp_path: Path
 ) -> None:
@@ -203,7 +205,7 @@ def test_nothing_is_taken_from_a_writer_in_mid_write(tmp_path: Path, monkeypatch
     second.close()
 
 
-@folded("seed", range(4))
+@folded("seed", range(2))
 def test_engines_that_come_and_go_keep_the_limit(seed: int, tmp_path: Path) -> None:
     """Rows are right or missing whatever is taken from whom, and each engine has what it has just written."""
     draw, limit = random.Random(seed), 9 * SEGMENT
