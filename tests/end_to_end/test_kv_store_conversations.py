@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 QUICK = ("full", "window", "state", "latent", "int8")
 TIERS = ("host", "disk", "memory", "peer", "prefill")
-FEW_BLOCKS = {"full": 40, "window": 38, "state": 32, "latent": 40, "int8": 40, "chunked": 38, "delta": 32}
+FEW_BLOCKS = {"full": 40, "window": 38, "state": 32, "latent": 40, "int8": 40, "chunked": 52, "delta": 32}
 """Blocks that have no room for the prefixes of all conversations, which go to the host and come back."""
 KEY = bytes(range(32))
 SEED, FEW, MANY = 41, 12, 200
