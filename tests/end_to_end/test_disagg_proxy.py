@@ -181,10 +181,9 @@ def test_a_killed_prefill_server_costs_no_request(
             with ThreadPoolExecutor(1) as pool:
                 pending = pool.submit(post, decode.url, asked | {"kv_transfer_params": params})
                 wait_until(lambda: metrics_of(decode)["pulls_total"] == 1, WITHIN_S, "it does not pull")
-                prefill.process.kill()
                 os.kill(core, signal.SIGKILL)
                 reply = pending.result(WITHIN_S)
-            kill(prefill)
+            prefill.stop()
         assert answer_of(reply) == expected
         assert metrics_of(decode)["failed_pulls_total"] == 1
     decode.stop()
