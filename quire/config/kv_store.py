@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,22 +16,38 @@ from quire.config.fields import Config, option
 from quire.config.kv_transfer import FLAG, KVTransferSettings, parse_transfer_config
 from quire.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 GIB = 2**30
 KEY_BYTES = 32
+_MOST_KEY_FILE_BYTES = 1024
 BUFFER_BYTES = GIB
 PEER_SCHEMES = ("unix:", "tcp://")
 
 
 def read_key(path: str, option_name: str) -> bytes:
-    """Read a key file.
+    """Read a key file. One that others can read is warned of, and no more: mounted secrets are such files.
 
     Raises:
-        ConfigError: the file cannot be read or has no key. The message does not quote it.
+        ConfigError: the file cannot be read, others can write to it, or it has no key. The message does not quote it.
     """
     try:
-        digits = Path(path).read_text().strip()
+        with Path(path).open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            digits = file.read(_MOST_KEY_FILE_BYTES).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option_name}: cannot read {path}: {error}") from None
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"{option_name}: {path} has mode {mode:04o}, so others can replace the key; run chmod 600 {path}"
+        )
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        logger.warning(
+            "%s: %s has mode %04o, so others can read the key; run chmod 600 %s",
+            option_name,
+            path,
+            mode,
+            path,
+        )
     if len(digits) != 2 * KEY_BYTES or not set(digits.lower()) <= set("0123456789abcdef"):
         raise ConfigError(
             f"{option_name}: {path} must have {2 * KEY_BYTES} hex digits and nothing else; "

@@ -107,7 +107,7 @@ class Engine:
         except (OSError, EOFError, TimeoutError, EngineError, ValueError) as error:
             if isinstance(error, LostEngineError):
                 raise
-            raise LostEngineError(f"{self.url}: {str(error) or 'it is too slow'}") from error
+            raise LostEngineError(f"{self.url}: {_reason_of(error)}") from error
         finally:
             self.num_in_flight -= 1
             if writer is not None:
@@ -167,7 +167,13 @@ class EngineReply:
         try:
             yield
         except (OSError, EOFError, TimeoutError, EngineError, ValueError) as error:
-            raise LostEngineError(f"{self.engine.url}: {str(error) or 'it is too slow'}") from error
+            raise LostEngineError(f"{self.engine.url}: {_reason_of(error)}") from error
+
+
+def _reason_of(error: Exception) -> str:
+    if isinstance(error, EOFError):
+        return "it closed the connection before its reply was complete"
+    return "it is too slow" if isinstance(error, TimeoutError) else str(error)
 
 
 def in_order(engines: Sequence[Engine]) -> list[Engine]:

@@ -2,7 +2,8 @@
 """Proxy that has one engine compute a prompt, and another one generate from its blocks, by vLLM's protocol.
 
 Each request for text goes to a prefill engine with `max_tokens` 1 and `do_remote_decode`; the `kv_transfer_params` of
-its reply go with the request to a decode engine. Without a prefill engine that works, the decode engine does it all.
+its reply go with the request to a decode engine. Without a prefill engine that takes it, or with params that the decode
+engine refuses, the decode engine does it all, so that its refusal is the only one that a client ever gets.
 
 Invariant: a client gets one whole reply, or one error. An engine that is lost before the client has received a byte is
 replaced by the next one; a stream that breaks later ends in an error event and `[DONE]`.
@@ -16,12 +17,20 @@ import json
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Container, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.disagg.engines import Engine, EngineReply, LostEngineError, Timeouts, in_order, json_object
+from quire.disagg.engines import (
+    SHOWN_BYTES,
+    Engine,
+    EngineReply,
+    LostEngineError,
+    Timeouts,
+    in_order,
+    json_object,
+)
 from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +50,8 @@ NOT_FOR_PREFILL = ("stream_options", "min_tokens", "n", "best_of")
 MAX_BODY_BYTES = 2**26
 RETRIED = (429, 502, 503, 504)
 """Statuses of an engine that is asked in vain, and others need not be."""
+REFUSED = (400, 422)
+"""Statuses of a request that is refused for what is in it, such as blocks of an engine that is not among the peers."""
 
 
 class ProxyError(Exception):
@@ -144,24 +155,22 @@ class DisaggProxy:
 
     async def _relay(self, method: str, path: str, headers: dict[str, str], body: bytes, send: Send) -> None:
         if method == "POST" and path in TEXT_PATHS:
-            request = json_object(body)
+            given = json_object(body)
+            request = {name: value for name, value in given.items() if name != "kv_transfer_params"}
             params = await self._prefilled(path, headers, request) if _can_be_split(request) else None
-            if isinstance(params, _Refusal):
-                await _send_whole(send, params.status, params.headers, params.body)
-                return
-            if request:
-                request.pop("kv_transfer_params", None)
-                body = json.dumps(
-                    request | ({} if params is None else {"kv_transfer_params": params})
-                ).encode()
-        await self._decoded(method, path, headers, body, send)
+            body = json.dumps(request).encode() if given else body
+            if params is not None:
+                asked = json.dumps(request | {"kv_transfer_params": params}).encode()
+                if await self._decoded(path, headers, asked, send, withheld=REFUSED) not in REFUSED:
+                    return
+        await self._decoded(path, headers, body, send, method=method)
 
     # Prefill
 
     async def _prefilled(
         self, path: str, headers: dict[str, str], request: dict[str, Any]
-    ) -> dict[str, Any] | _Refusal | None:
-        """Have a prefill engine compute the prompt; returns its params, its refusal, or None if none works."""
+    ) -> dict[str, Any] | None:
+        """Have a prefill engine compute the prompt; returns its params, None if none does."""
         body = json.dumps(_prefill_request(request)).encode()
         for engine in in_order(self._prefill):
             try:
@@ -174,41 +183,56 @@ class DisaggProxy:
                 self.counts["prefilled"] += 1
                 params = json_object(content).get("kv_transfer_params")
                 return params if isinstance(params, dict) else None
+            logger.warning("%s answers %d to a prefill: %r", engine.url, reply.status, content[:SHOWN_BYTES])
             if reply.status < 500 and reply.status not in RETRIED:
-                return _Refusal(reply.status, _returned(reply), content)
-            logger.warning("%s answers %d to a prefill", engine.url, reply.status)
+                break
         self.counts["prefill_skipped"] += 1
         return None
 
     # Decode
 
     async def _decoded(
-        self, method: str, path: str, headers: dict[str, str], body: bytes, send: Send
-    ) -> None:
-        """Pass on the reply of the first decode engine that gives one.
+        self,
+        path: str,
+        headers: dict[str, str],
+        body: bytes,
+        send: Send,
+        *,
+        method: str = "POST",
+        withheld: Container[int] = (),
+    ) -> int:
+        """Pass on the reply of the first decode engine that gives one, unless its status is `withheld`; returns that.
 
         Raises:
             ProxyError: none does.
         """
-        busy: _Refusal | None = None
+        busy: tuple[int, dict[str, str], bytes] | None = None
         for engine in in_order(self._decode):
             try:
                 async with engine.exchange(method, path, headers, body, self._timeouts.reply_s) as reply:
                     if reply.is_stream and reply.status == 200:
                         await self._stream(reply, send)
-                        return
+                        return reply.status
                     content = await reply.whole(self._timeouts.reply_s)
             except LostEngineError as error:
                 self._lose("decode", engine, error)
                 continue
             if reply.status in RETRIED:
-                busy = _Refusal(reply.status, _returned(reply), content)
+                busy = reply.status, _returned(reply), content
                 continue
-            await _send_whole(send, reply.status, _returned(reply), content)
-            return
+            if reply.status in withheld:
+                self.counts["params_refused"] += 1
+                shown = content[:SHOWN_BYTES]
+                logger.warning(
+                    "%s answers %d to the blocks of a prefill engine: %r", engine.url, reply.status, shown
+                )
+            else:
+                await _send_whole(send, reply.status, _returned(reply), content)
+            return reply.status
         if busy is None:
             raise ProxyError(503, "no decode engine works now; try again later")
-        await _send_whole(send, busy.status, busy.headers, busy.body)
+        await _send_whole(send, *busy)
+        return busy[0]
 
     async def _stream(self, reply: EngineReply, send: Send) -> None:
         """Pass on a stream.
@@ -247,13 +271,6 @@ class DisaggProxy:
         status = 200 if any(state["decode"].values()) else 503
         content = json.dumps({**state, "num_requests": self._num_connections, "counts": self.counts}).encode()
         await _send_whole(send, status, {"content-type": "application/json"}, content)
-
-
-class _Refusal:
-    """Reply that is not a success, to be passed on."""
-
-    def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        self.status, self.headers, self.body = status, headers, body
 
 
 def _can_be_split(request: dict[str, Any]) -> bool:

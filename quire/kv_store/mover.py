@@ -204,6 +204,7 @@ def _open_store(asked: KVStoreConfig, place: str, namespace: Namespace) -> RowSt
         return peer
     store = SharedDiskStore(Path(place), namespace, asked.max_bytes, asked.key())
     others = f", with those of {store.num_others} other engines" if store.num_others else ""
-    access = "" if store.is_writable else f"; read only, as {MOST_WRITERS} other engines write there"
+    reason = f"its file system is read-only, or {MOST_WRITERS} other engines write there"
+    access = "" if store.is_writable else f"; nothing is saved, as {reason}"
     logger.info("KV store: %d rows in %s%s%s", store.stats().num_rows, place, others, access)
     return store

@@ -8,6 +8,7 @@ are found again.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def values_of(config: EngineConfig, kv_config: KVCacheConfig, shard: Shard, stag
         "kernels": _json(config.kernels),
         "rank": f"{shard.rank} of {shard.of}, stage {stage.index} of {stage.of}",
         "ranks": f"tp_invariant={config.parallel.tp_invariant}",
+        **({} if sys.byteorder == "little" else {"byte_order": sys.byteorder}),
         **_of_model(config, ""),
     }
     return values | (_of_model(config.draft, "draft_") if config.draft is not None else {})

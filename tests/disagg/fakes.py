@@ -24,12 +24,13 @@ class FakeEngine:
     Attributes:
         breaks: stage at which it closes the connection: "accept", "head", "body", "event" or "" for none.
         status: of its replies.
+        params_status: of its replies to requests with blocks of a prefill engine, if not 0.
         requests: (path, headers, body) of each POST.
         waits: it sends no head until this is set.
     """
 
     def __init__(self) -> None:
-        self.breaks, self.status = "", 200
+        self.breaks, self.status, self.params_status = "", 200, 0
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.waits: threading.Event | None = None
         self.num_closed_early = 0
@@ -81,27 +82,30 @@ class FakeEngine:
                 await asyncio.sleep(0.005)
         if self.breaks == "head":
             return
-        await (self._stream if body.get("stream") and self.status == 200 else self._whole)(writer, body)
+        asked = body.get("kv_transfer_params") or {}
+        status = (asked.get("do_remote_prefill") and self.params_status) or self.status
+        if body.get("stream") and status == 200:
+            await self._stream(writer)
+        else:
+            await self._whole(writer, asked, status)
         await writer.drain()
 
-    async def _whole(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-        asked = body.get("kv_transfer_params") or {}
+    async def _whole(self, writer: asyncio.StreamWriter, asked: dict[str, Any], status: int) -> None:
         reply = {
             "url": self.url,
             "got": asked,
             "kv_transfer_params": PARAMS if asked.get("do_remote_decode") else None,
         }
-        content = json.dumps(reply if self.status == 200 else {"error": {"message": "no"}}).encode()
+        content = json.dumps(reply if status == 200 else {"error": {"message": "no"}}).encode()
         writer.write(
             b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-            % (self.status, len(content))
+            % (status, len(content))
         )
         writer.write(content[:5] if self.breaks == "body" else content)
 
-    async def _stream(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    async def _stream(self, writer: asyncio.StreamWriter) -> None:
         writer.write(
-            b"HTTP/1.1 %d X\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-            % self.status
+            b"HTTP/1.1 200 X\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         if self.breaks == "body":
             return

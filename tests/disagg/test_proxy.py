@@ -102,13 +102,36 @@ def test_a_stream_that_breaks_later_ends_in_one_error() -> None:
         assert len(lost.requests) + len(other.requests) == 1
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_a_refusal_reaches_the_client(half: int) -> None:
-    with fakes(2) as engines, served(proxy_of([engines[0]], [engines[1]])) as url:
-        engines[half].status = 400
-        reply = post(url)
-        assert (reply.status_code, reply.json()) == (400, {"error": {"message": "no"}})
-        assert len(engines[1].requests) == half
+def test_a_refusal_of_the_decode_engine_reaches_the_client() -> None:
+    """Once; that the prefill engine refuses as well, or the blocks are refused first, does not matter."""
+    with fakes(2) as (prefill, decode), served(proxy_of([prefill], [decode])) as url:
+        decode.status = 400
+        for prefill.status in (200, 400):
+            reply = post(url)
+            assert (reply.status_code, reply.json()) == (400, {"error": {"message": "no"}})
+        assert ["kv_transfer_params" in body for _, _, body in decode.requests] == [True, False, False]
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+def test_a_prefill_engine_that_refuses_is_done_without(status: int) -> None:
+    """Such as one that is started without --kv-transfer-config, or serves another model or other keys."""
+    with fakes(2) as (prefill, decode), served(proxy_of([prefill], [decode])) as url:
+        prefill.status = status
+        assert post(url).status_code == 200
+        assert decode.requests[0][2] == CHAT
+        assert httpx.get(f"{url}/health").json()["counts"] == {"prefill_skipped": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_blocks_that_are_refused_are_done_without(stream: bool) -> None:
+    """Such as those of a prefill engine that is not among the decode engine's peers."""
+    with fakes(2) as (prefill, decode), served(proxy_of([prefill], [decode])) as url:
+        decode.params_status = 400
+        body = CHAT | {"stream": stream}
+        assert post(url, body).status_code == 200
+        assert [asked for _, _, asked in decode.requests] == [body | {"kv_transfer_params": PARAMS}, body]
+        counts = httpx.get(f"{url}/health").json()["counts"]
+        assert counts == {"prefilled": 1, "params_refused": 1}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +141,7 @@ def test_a_refusal_reaches_the_client(half: int) -> None:
         {"prompt": [[1], [2]]},
         {"prompt": "a", "echo": True},
         {"prompt": "a", "use_beam_search": True},
+        {},
     ],
 )
 def test_what_cannot_be_shared_is_decoded_alone(body: dict[str, Any]) -> None:
@@ -165,6 +189,14 @@ def test_connections_are_bounded_and_a_gone_client_frees_its_own() -> None:
             prefill.waits.set()
             first.join(WITHIN_S)
             assert done[0].status_code == 200
+
+
+def test_the_log_says_why_an_engine_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with fakes(2) as (prefill, decode), served(proxy_of([prefill], [decode])) as url:
+        prefill.breaks = "body"
+        assert post(url).status_code == 200
+    reason = "it closed the connection before its reply was complete"
+    assert f"{prefill.url} is left out: {prefill.url}: {reason}" in caplog.text
 
 
 def test_a_slow_engine_is_left() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -152,7 +153,7 @@ def test_servers_without_transfers_refuse_params(tmp_path: Path) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("stage", ["before", "between"])
+@pytest.mark.parametrize("stage", ["before", "between", "while it is pulled from"])
 def test_a_killed_prefill_server_costs_no_request(
     stage: str, engines: tuple[Server, Server], tmp_path: Path
 ) -> None:
@@ -170,10 +171,56 @@ def test_a_killed_prefill_server_costs_no_request(
         params = post(prefill.url, asked | {"max_tokens": 1, "kv_transfer_params": ASKED}).json()[
             "kv_transfer_params"
         ]
-        kill(prefill)
-        assert answer_of(post(decode.url, asked | {"kv_transfer_params": params})) == expected
+        if stage == "between":
+            kill(prefill)
+            reply = post(decode.url, asked | {"kv_transfer_params": params})
+        else:
+            core = prefill.core_pid()
+            assert core is not None
+            os.kill(core, signal.SIGSTOP)
+            with ThreadPoolExecutor(1) as pool:
+                pending = pool.submit(post, decode.url, asked | {"kv_transfer_params": params})
+                wait_until(lambda: metrics_of(decode)["pulls_total"] == 1, WITHIN_S, "it does not pull")
+                os.kill(core, signal.SIGKILL)
+                reply = pending.result(WITHIN_S)
+            prefill.stop()
+        assert answer_of(reply) == expected
         assert metrics_of(decode)["failed_pulls_total"] == 1
     decode.stop()
+
+
+@pytest.mark.more
+def test_engines_that_do_not_fit_cost_no_request(engines: tuple[Server, Server], tmp_path: Path) -> None:
+    """A prefill engine that is not among the peers, has another key, or offers nothing: the decode engine computes."""
+    prefill, decode = engines
+    expected, port = answer_of(post(decode.url, salted(TEXT, "alone"))), free_port()
+    key_files = []
+    for digits in ("ab", "cd"):
+        key_files.append(str(tmp_path / digits))
+        (tmp_path / digits).write_text(digits * 32)
+        (tmp_path / digits).chmod(0o600)
+    keyed = serve(tmp_path / "keyed.log", config("kv_producer", port, key_file=key_files[0])).wait_ready()
+    peers = [f"127.0.0.1:{port}"]
+    other = serve(tmp_path / "other.log", config("kv_consumer", port, peers=peers, key_file=key_files[1]))
+    other.wait_ready()
+    cases = {
+        "of another key": (keyed, other, {"prefilled": 1}),
+        "no peer": (prefill, other, {"prefilled": 1, "params_refused": 1}),
+        "no producer": (decode, other, {"prefill_skipped": 1}),
+    }
+    for name, (first, second, counts) in cases.items():
+        with served(DisaggProxy([Engine(first.url)], [Engine(second.url)])) as url:
+            for stream in (False, True):
+                asked = salted(TEXT, f"{name} {stream}") | {"stream": stream, "n": 2}
+                reply = post(url, asked)
+                assert reply.status_code == 200, name
+                if not stream:
+                    assert answer_of(reply) == expected * 2
+            got = httpx.get(f"{url}/health", timeout=WITHIN_S).json()["counts"]
+            assert got == {count: 2 * number for count, number in counts.items()}
+    assert "it has another key; give both sides the same one" in (tmp_path / "other.log").read_text()
+    for server in (keyed, other):
+        server.stop()
 
 
 @pytest.mark.more

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
-from quire.kv_store import tier
+from quire.kv_store import namespace, tier
 from quire.kv_store.memory import MemoryStore, RowMemory
 from quire.kv_store.server import RowServer
 from tests.fixtures.quick import quick
@@ -132,6 +134,23 @@ def test_other_weights_find_nothing(tiny_model: Callable[[str], Path], tmp_path:
     assert num_stored == 0
     _, num_stored = conversations(tiny_model("llama-tied-bias"), 3, [store], {})
     assert num_stored > 0
+
+
+def test_rows_of_another_byte_order_are_refused_in_words(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in a folder of their own, and one that was renamed says why it does not fit."""
+    model, store = tiny_model("llama-tied-bias"), tmp_path / "store"
+    conversations(model, 3, [str(store)], {})
+    (little,) = store.iterdir()
+    monkeypatch.setattr(namespace, "sys", SimpleNamespace(byteorder="big"))
+    _, num_stored = conversations(model, 3, [str(store)], {})
+    assert num_stored == 0
+    (big,) = set(store.iterdir()) - {little}
+    shutil.rmtree(big)
+    little.rename(big)
+    with pytest.raises(ConfigError, match="byte_order is None there and 'big' here"):
+        conversations(model, 3, [str(store)], {})
 
 
 def test_a_second_engine_reads_what_the_first_one_writes(

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from quire.kv_store import tier
+from quire.kv_store.disk import store
 from tests.end_to_end import test_kv_store_conversations as conversations
 from tests.end_to_end.test_kv_store_conversations import KINDS, OPTIONS, answers_of, engine, script
 
@@ -43,13 +44,13 @@ class Disk:
     """Faults of the disk under all stores of this process, and of the files of one of them.
 
     Attributes:
-        is_full: writes to new places fail.
+        write_error: writes to new places fail with this error; 0: none.
         fails: reads fail.
     """
 
     def __init__(self, directory: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory = directory
-        self.is_full = self.fails = False
+        self.write_error, self.fails = 0, False
         self._draw = random.Random(seed)
         self._kept: dict[Path, bytes] = {}
         self._num_copies = 0
@@ -58,9 +59,22 @@ class Disk:
 
     def damage(self) -> str:
         """Do something to the disk; returns its name."""
-        faults = ("flip", "cut", "keep", "stale", "gone", "full", "broken", "short", "well", "well")
+        faults = (
+            "flip",
+            "cut",
+            "keep",
+            "stale",
+            "gone",
+            "full",
+            "read-only",
+            "broken",
+            "short",
+            "well",
+            "well",
+        )
         chosen = self._draw.choice(faults)
-        self.is_full, self.fails = chosen == "full", chosen == "broken"
+        self.write_error = {"full": errno.ENOSPC, "read-only": errno.EROFS}.get(chosen, 0)
+        self.fails = chosen == "broken"
         files = sorted(self.directory.glob("*/*.rows"))
         if files and chosen in ("flip", "cut", "keep", "stale", "gone", "short"):
             getattr(self, f"_{chosen}")(self._draw.choice(files))
@@ -110,8 +124,8 @@ class Disk:
         return READ(fd, buffers, at)
 
     def _pwritev(self, fd: int, buffers: Sequence[memoryview], at: int) -> int:
-        if self.is_full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.write_error:
+            raise OSError(self.write_error, os.strerror(self.write_error))
         return WRITE(fd, buffers, at)
 
 
@@ -122,6 +136,7 @@ def run(kind: str, seed: int, model: Path, folder: Path, monkeypatch: pytest.Mon
     """
     monkeypatch.setattr(tier, "REST_S", 0.0)
     monkeypatch.setattr(tier, "MOST_REST_S", 0.0)
+    monkeypatch.setattr(store, "WRITE_AGAIN_S", 0.0)
     rounds, num_stored, done = script(model, kind, NUM_CONVERSATIONS), 0, []
     disk, draw = Disk(folder / "rows", seed, monkeypatch), random.Random(seed)
     sizes = itertools.chain([0.01, 0.01], (draw.choice([0.0005, 0.01]) for _ in itertools.count()))
@@ -141,7 +156,7 @@ def run(kind: str, seed: int, model: Path, folder: Path, monkeypatch: pytest.Mon
             if event == "kill":
                 disk.snapshot()
             if event != "go on":
-                disk.is_full = disk.fails = False
+                disk.write_error, disk.fails = 0, False
                 running.close()
                 llm = start()
     return num_stored
@@ -164,12 +179,31 @@ def test_a_directory_damaged_often_changes_no_token(
         run(kind, seed, tiny_model(KINDS[kind][0]), tmp_path / str(seed), monkeypatch)
 
 
+def test_engines_that_take_rows_from_each_other_are_right(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines of other rows in a directory that has room for few: both save, and neither serves what is gone."""
+    monkeypatch.setattr(store, "GROW_AGAIN_S", 0.0)
+    kinds, gib = ("full", "int8"), 0.0005
+    model, rows = tiny_model(KINDS["full"][0]), tmp_path / "rows"
+    with contextlib.ExitStack() as running:
+        options = [KINDS[kind][1] | {"kv_store": str(rows), "kv_store_gb": gib} for kind in kinds]
+        first, second = (running.enter_context(engine(model, one)) for one in options)
+        for mine, other in zip(*(script(model, kind, NUM_CONVERSATIONS) for kind in kinds), strict=False):
+            for llm, one in ((first, mine), (second, other)):
+                assert answers_of(llm, one.turns)[0] == one.answers
+                llm.llm_engine.call_core("reset_prefix_cache")  # which saves what is to be saved
+                sizes = [sum(file.stat().st_size for file in part.glob("*.rows")) for part in rows.iterdir()]
+                assert sum(sizes) <= gib * 2**30
+    assert min(sizes) > gib * 2**30 / 4, sizes
+
+
 @pytest.mark.more
 def test_an_engine_killed_while_it_writes_serves_right_tokens(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Each time after another number of answers, while blocks of them are written on a thread."""
-    model, store = tiny_model(KINDS["full"][0]), tmp_path / "rows"
+    model, directory = tiny_model(KINDS["full"][0]), tmp_path / "rows"
     rounds = script(model, "full", NUM_CONVERSATIONS)
     prompts = [turn.prompt for one in rounds for turn in one.turns]
     draw = random.Random(8)
@@ -179,7 +213,7 @@ def test_an_engine_killed_while_it_writes_serves_right_tokens(
             "-c",
             KILLED,
             str(model),
-            str(store),
+            str(directory),
             json.dumps(prompts),
             json.dumps(OPTIONS),
         ]
@@ -190,7 +224,7 @@ def test_an_engine_killed_while_it_writes_serves_right_tokens(
                     assert child.poll() is None
             child.send_signal(signal.SIGKILL)
         draw.shuffle(prompts)
-    with engine(model, {"kv_store": str(store)}) as llm:
+    with engine(model, {"kv_store": str(directory)}) as llm:
         got = [answers_of(llm, one.turns) for one in rounds]
     assert [answers for answers, _ in got] == [one.answers for one in rounds]
     assert sum(number for _, number in got) > 0

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from quire.errors import ConfigError
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a write that mean no more than a full disk or a used-up quota."""
+POLL_S = 0.001
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 _PRIVATE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO in the place of a file must not block
 
@@ -138,8 +140,35 @@ def try_lock(fd: int) -> bool:
     return True
 
 
+def lock_within(fd: int, seconds: float) -> bool:
+    """Take the lock of a descriptor, waiting for a bounded time; False if another process keeps it."""
+    until = time.monotonic() + seconds
+    while not try_lock(fd):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
 def unlock(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def discard(directory: int, name: str) -> int:
+    """Delete a file, and free its blocks though other processes have it open; returns its size.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    if stat.S_ISREG(status.st_mode):
+        fd = open_file(directory, name, os.O_WRONLY)
+        try:
+            os.ftruncate(fd, 0)
+        finally:
+            os.close(fd)
+    os.unlink(name, dir_fd=directory)
+    return status.st_size
 
 
 def _exists(root: int, name: str) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from quire.kv_store.disk.namespaces import OpenNamespace, Root
+from quire.kv_store.disk.room import discard_oldest
 from quire.kv_store.disk.segment import DamagedSegmentError, SegmentFile
 
 
@@ -89,7 +90,7 @@ def collect(directory: Path, max_bytes: int) -> Collected:
     with _root(directory) as root, root.locked():
         sizes = {digest: root.num_bytes(digest) for digest in root.digests()}
         total = sum(sizes.values())
-        for digest in sorted(sizes, key=root.last_use):
+        for digest in root.oldest_first(sizes):
             if total <= max_bytes:
                 break
             freed = _shrink(root, digest, sizes[digest], total - max_bytes)
@@ -192,22 +193,5 @@ def _shrink(root: Root, digest: str, size: int, excess: int) -> int | None:
     """Delete a namespace, or only so many of its segments; returns the bytes that are free then, None: it is in use."""
     if excess >= size:
         return size if root.delete(digest) else None
-    opened = root.open_existing(digest)
-    try:
-        return _delete_segments(opened, excess) if opened.is_writer else None
-    finally:
-        opened.close()
-
-
-def _delete_segments(opened: OpenNamespace, excess: int) -> int:
-    """Delete the least recently used segments until `excess` bytes are free; returns how many are."""
-    last_uses = []
-    for _, file in opened.segment_files():
-        with _segment(opened, file) as segment:
-            last_uses.append((segment.last_use() if segment else 0, file))
-    freed = 0
-    for _, file in sorted(last_uses):
-        if freed < excess:
-            freed += os.stat(file, dir_fd=opened.fd, follow_symlinks=False).st_size
-            os.unlink(file, dir_fd=opened.fd)
-    return freed
+    with root.opened(digest) as folder:
+        return discard_oldest(folder, excess) if folder is not None and folder.is_writer else None

@@ -4,25 +4,31 @@
     DIR/<digest of the namespace>/namespace.json, lock, 00000001.rows, ...
     DIR/<digest of the namespace>.1/...  # of a second engine that writes at the same time, and so on
 
-Invariant: a directory of rows is made, locked or deleted only under the lock of DIR itself. The process that holds the
-lock of such a directory is its writer, until it closes the store or ends.
+Invariants: a directory of rows is made, locked or deleted only under the lock of DIR itself. The process that holds the
+lock of such a directory is its writer, until it closes the store or ends. Rows are written, and segments of a running
+writer taken away (`room.py`), only under the lock of the directory's files.
 """
 
 from __future__ import annotations
 
+import errno
+import itertools
 import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
 
 from quire.errors import ConfigError
 from quire.kv_store.disk.files import (
+    NO_ROOM,
+    discard,
+    lock_within,
     locked,
     open_directory,
     open_file,
@@ -31,7 +37,7 @@ from quire.kv_store.disk.files import (
     try_lock,
     unlock,
 )
-from quire.kv_store.disk.segment import segment_number
+from quire.kv_store.disk.segment import segment_name, segment_number
 from quire.kv_store.row_store import Namespace
 
 logger = logging.getLogger(__name__)
@@ -40,7 +46,8 @@ _MANIFEST = "namespace.json"
 _LOCK = "lock"
 MOST_WRITERS = 16
 """Engines that save rows of one namespace at a time; further ones only read."""
-POLL_S = 0.001
+CLOCK_ERROR_S = 3600.0
+"""Time by which files of a right clock may be ahead of this one's."""
 _MAX_MANIFEST_BYTES = 1 << 20
 
 
@@ -61,6 +68,7 @@ class OpenNamespace:
         name: its name, the digest and the number of the writer.
         digest: that of the namespace.
         is_writer: this process holds the lock.
+        is_read_only: the file system is, so that there is no writer.
     """
 
     def __init__(self, root: int, directory: Path, name: str, *, create: bool, write: bool = True) -> None:
@@ -68,14 +76,22 @@ class OpenNamespace:
         self.name, self.digest = name, name.partition(".")[0]
         self.fd = open_directory(root, name, self.path, create=create)
         self._lock = -1
+        self.is_writer = self.is_read_only = False
         try:
             self._lock = open_file(self.fd, _LOCK, os.O_RDWR | os.O_CREAT)
             self.is_writer = write and try_lock(self._lock)
         except OSError as error:
+            self.is_read_only = error.errno == errno.EROFS
+            if self.is_read_only:
+                return
             self.close()
+            needed = (
+                "room there"
+                if error.errno in NO_ROOM
+                else "a file system with locks (flock) that takes writes"
+            )
             raise ConfigError(
-                f"{self.path / _LOCK} cannot be locked: {error.strerror}; the KV cache on disk needs a directory that "
-                "this user can write to, on a file system with locks (flock)"
+                f"{self.path / _LOCK} cannot be locked: {error.strerror}; the KV cache on disk needs {needed}"
             ) from error
 
     def manifest(self) -> Manifest | None:
@@ -109,8 +125,20 @@ class OpenNamespace:
         Raises:
             OSError: the directory cannot be read.
         """
-        numbers = ((segment_number(name), name) for name in os.listdir(self.fd))
+        with os.scandir(self.fd) as entries:
+            names = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
+        numbers = ((segment_number(name), name) for name in names)
         return sorted((number, name) for number, name in numbers if number is not None)
+
+    def free_number(self, used: Collection[int]) -> int:
+        """Return the smallest number whose name is free for a segment, and that is not among `used`.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        names = set(os.listdir(self.fd))
+        numbers = (number for number in itertools.count(1) if number not in used)
+        return next(number for number in numbers if segment_name(number) not in names)
 
     def remove_unfinished(self) -> None:
         """Delete files that a killed writer left unfinished.
@@ -121,6 +149,13 @@ class OpenNamespace:
         for name in os.listdir(self.fd):
             if name.endswith(".new"):
                 os.unlink(name, dir_fd=self.fd)
+
+    def lock_files_within(self, seconds: float) -> bool:
+        """Take the lock of the files, waiting for a bounded time; False if another process keeps it."""
+        return lock_within(self.fd, seconds)
+
+    def unlock_files(self) -> None:
+        unlock(self.fd)
 
     def close(self) -> None:
         """Release the lock; once."""
@@ -156,11 +191,12 @@ class Root:
 
         Raises:
             ConfigError: it holds rows of another namespace or key, or cannot be used.
+            OSError: the disk does not work.
         """
         opened = OpenNamespace(self.fd, self.path, name or namespace.digest, create=write, write=write)
         try:
             self._check(opened, Manifest(dict(namespace.values), namespace.row_bytes, key))
-        except ConfigError:
+        except (ConfigError, OSError):
             opened.close()
             raise
         return opened
@@ -171,11 +207,11 @@ class Root:
         The caller holds the lock of the root.
 
         Raises:
-            ConfigError: see `open_namespace`.
+            ConfigError, OSError: see `open_namespace`.
         """
         for number in range(MOST_WRITERS):
             opened = self.open_namespace(namespace, key, f"{namespace.digest}.{number}" if number else None)
-            if opened.is_writer:
+            if opened.is_writer or opened.is_read_only:
                 return opened
             opened.close()
         return self.open_namespace(namespace, key, write=False)
@@ -219,21 +255,31 @@ class Root:
         """Return the time of the last change, in seconds since the epoch."""
         return max((status.st_mtime for _, status in self._statuses(digest)), default=0.0)
 
-    def make_room(self, max_bytes: int, keep: str) -> int:
-        """Delete namespaces that no process writes to until all fit, least recently used first; returns what is left.
+    def oldest_first(self, names: Iterable[str]) -> list[str]:
+        """Return directories in the order of their last use.
 
-        The namespace `keep` is left alone. The caller holds the lock of the root.
+        A time well ahead of the clock is that of a wrong one, and must not keep its directory forever: it is first.
 
         Raises:
-            OSError: the disk does not work.
+            OSError: one cannot be read.
         """
-        sizes = {digest: self.num_bytes(digest) for digest in self.digests()}
-        for digest in sorted(sizes.keys() - {keep}, key=self.last_use):
-            if sum(sizes.values()) <= max_bytes:
-                break
-            if self.delete(digest):
-                del sizes[digest]
-        return sum(sizes.values())
+        latest = time.time() + CLOCK_ERROR_S
+        times = {name: self.last_use(name) for name in names}
+        return sorted(times, key=lambda name: (times[name] <= latest, times[name]))
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[OpenNamespace | None]:
+        """Yield a directory of rows, None if it cannot be used; the caller holds the lock of the root."""
+        try:
+            folder = self.open_existing(name)
+        except ConfigError as error:
+            logger.warning("%s is left alone: %s", self.path / name, error)
+            yield None
+            return
+        try:
+            yield folder
+        finally:
+            folder.close()
 
     def delete(self, digest: str) -> bool:
         """Delete a namespace unless a process writes to it. The caller holds the lock of the root.
@@ -241,29 +287,18 @@ class Root:
         Raises:
             OSError: the disk does not work.
         """
-        try:
-            opened = self.open_existing(digest)
-        except ConfigError as error:
-            logger.warning("%s is left alone: %s", self.path / digest, error)
-            return False
-        try:
-            if opened.is_writer:
-                shutil.rmtree(digest, dir_fd=self.fd)
-                logger.info(
-                    "deleted the KV cache rows in %s to keep the limit of the directory", self.path / digest
-                )
-            return opened.is_writer
-        finally:
-            opened.close()
+        with self.opened(digest) as folder:
+            if folder is None or not folder.is_writer:
+                return False
+            for _, file in folder.segment_files():
+                discard(folder.fd, file)
+            shutil.rmtree(digest, dir_fd=self.fd)
+        logger.info("deleted the KV cache rows in %s to keep the limit of the directory", self.path / digest)
+        return True
 
     def lock_within(self, seconds: float) -> bool:
         """Take the lock, waiting for a bounded time; False if another process keeps it."""
-        until = time.monotonic() + seconds
-        while not try_lock(self.fd):
-            if time.monotonic() >= until:
-                return False
-            time.sleep(POLL_S)
-        return True
+        return lock_within(self.fd, seconds)
 
     def unlock(self) -> None:
         unlock(self.fd)
@@ -288,7 +323,7 @@ class Root:
         stored = opened.manifest()
         if stored is None:
             if opened.is_writer:
-                opened.write_manifest(manifest)
+                _write(opened, manifest)
             return
         here = Namespace(manifest.values, manifest.row_bytes)
         here.check_same(Namespace(stored.values, stored.row_bytes), str(opened.path))
@@ -297,6 +332,16 @@ class Root:
                 f"the KV cache rows in {opened.path} were written {_with_key(stored.key)}, and this engine reads "
                 f"{_with_key(manifest.key)}; give the same key, or another directory"
             )
+
+
+def _write(opened: OpenNamespace, manifest: Manifest) -> None:
+    """Write namespace.json, if the disk has room for it now; the next start tries again."""
+    try:
+        opened.write_manifest(manifest)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        logger.warning("%s cannot be written now: %s", opened.path / _MANIFEST, error.strerror)
 
 
 def _with_key(fingerprint: str | None) -> str:

@@ -310,6 +310,27 @@ class SegmentFile:
         transfer_bytes(os.preadv, self._fd, packed, PAGE + slot * _RECORD.size)
         return self._layout.decode(bytes(packed))
 
+    def is_taken(self) -> bool:
+        """Return whether another writer has taken the file's room: it is deleted and cut.
+
+        Raises:
+            OSError: the disk does not work.
+        """
+        status = os.fstat(self._fd)
+        return status.st_nlink == 0 and status.st_size < self.size
+
+    def is_replaced(self, directory: int, name: str) -> bool:
+        """Return whether the file's name is another file's by now.
+
+        Raises:
+            OSError: the disk does not work.
+        """
+        try:
+            there = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return not os.path.samestat(there, os.fstat(self._fd))
+
     def close(self) -> None:
         os.close(self._fd)
 

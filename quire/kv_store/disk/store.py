@@ -3,7 +3,8 @@
 
 Invariants: the index has exactly the slots whose records in memory are in use, and every other slot of this process's
 segments is in `_free`. The order of the index is the order of use, and sequence numbers of records repeat it on disk.
-One process writes to a directory of rows; others read, and see new rows at most REFRESH_S later.
+One process writes to a directory of rows; others read, and see new rows at most REFRESH_S later. A writer in need of
+room may take a segment away (`room.py`), so rows are written only under the lock of the files, which excludes that.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from quire.errors import ConfigError
 from quire.kv_store.disk.encryption import OVERHEAD_BYTES, Sealer
 from quire.kv_store.disk.files import NO_ROOM
 from quire.kv_store.disk.namespaces import OpenNamespace, Root
+from quire.kv_store.disk.room import keep_limit, make_room
 from quire.kv_store.disk.segment import (
     DamagedSegmentError,
     Record,
@@ -40,9 +42,8 @@ MAX_SEGMENTS = 128  # Open files of a store: with larger limits segments are lar
 MIN_SEGMENT_ROWS = 8
 REFRESH_S = 0.5  # Well beyond a tick of the clock of files, see `Segment.refresh`.
 LOCK_S = 1.0  # Other ranks grow at the same moment, each for some milliseconds.
-GROW_AGAIN_S = (
-    10.0  # Time after which a store that reached its limit checks whether other namespaces are gone.
-)
+GROW_AGAIN_S = 10.0  # Time after which a store that reached its limit checks whether others have room for it.
+WRITE_AGAIN_S = 60.0  # Time after which a file system that was read-only is tried again.
 _SLOTS = 1 << 32  # A place is segment number * _SLOTS + slot, so neighbouring slots are neighbouring places.
 
 
@@ -54,7 +55,7 @@ def open_disk_store(
     Args:
         directory: directory of all namespaces; made if it is missing.
         namespace: what rows depend on beside their names.
-        max_bytes: limit for all files below `directory`. Namespaces that no process writes to are deleted to keep it.
+        max_bytes: limit for all files below `directory`; `room.py` says whose rows give way to keep it.
         key: 32 bytes to encrypt rows with; None: rows are stored as they are.
         beside: write to a directory beside the first one if that has a writer. Engines do so (`shared.py`).
 
@@ -131,6 +132,8 @@ class DiskStore:
         self._refreshing = threading.Lock()
         self._refreshed_at = time.monotonic()
         self._grow_at = 0.0
+        self._read_only_until = 0.0
+        self._replaced: list[SegmentFile] = []  # of a reader, not closed yet
         self._is_closed = False
         self.is_writable = opened.is_writer
         self.name = opened.name
@@ -151,9 +154,12 @@ class DiskStore:
     def read(self, names: Sequence[bytes], rows: Sequence[Row]) -> list[bool]:
         hidden = self._hidden(names)
         with self._io():
+            while self._replaced:
+                self._replaced.pop().close()
             done = [self._read(name, row) for name, row in zip(hidden, rows, strict=True)]
             if self.is_writable:
-                self._touch([name for name, was_read in zip(hidden, done, strict=True) if was_read])
+                used = [name for name, was_read in zip(hidden, done, strict=True) if was_read]
+                self._touch([name for name in used if name in self._index])  # its segment may be gone since
                 self._flush()
         return done
 
@@ -165,13 +171,13 @@ class DiskStore:
 
     def write(self, names: Sequence[bytes], rows: Sequence[Row]) -> int:
         hidden = self._hidden(names)
-        new = [(name, row) for name, row in zip(hidden, rows, strict=True) if name not in self._index]
         if self.is_writable:
             with self._io():
-                self._touch(
-                    [name for name in hidden if name in self._index]
-                )  # so that others are evicted first
-                self._write_new(new, frozenset(hidden))
+                self._drop_taken()
+                # First, so that others are evicted before them.
+                self._touch([name for name in hidden if name in self._index])
+                rows_of = zip(hidden, rows, strict=True)
+                self._write_new([one for one in rows_of if one[0] not in self._index], frozenset(hidden))
                 self._touch([name for name in hidden if name in self._index])
                 self._flush()
                 self._remember(hidden, names)
@@ -219,10 +225,9 @@ class DiskStore:
     def _open_segments(self) -> None:
         if self.is_writable:
             self._opened.remove_unfinished()
+            keep_limit(self._root, self._opened, self._max_bytes)
         for number, file in self._opened.segment_files():
             self._open_segment(number, file)
-        if self.is_writable:
-            self._shrink()
         self._build_index()
 
     def _open_segment(self, number: int, file: str) -> bool:
@@ -231,34 +236,24 @@ class DiskStore:
             segment = SegmentFile.open(
                 self._opened.fd, file, self._layout, self._layout.digest, write=self.is_writable
             )
+        except FileNotFoundError:  # deleted since it was listed
+            return False
         except DamagedSegmentError as error:
             self._leave_out(file, str(error))
+            return False
         except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ELOOP, errno.ENXIO, errno.ENOENT, errno.EISDIR):
+            if error.errno not in (errno.EPERM, errno.ELOOP, errno.ENXIO):
                 raise
             self._leave_out(file, str(error.strerror))
-        else:
-            self._segments[number] = segment
-        return number in self._segments
+            return False
+        self._segments[number] = segment
+        return True
 
     def _leave_out(self, file: str, fault: str) -> None:
         logger.warning("the KV cache rows in %s are left out: %s", self._opened.path / file, fault)
         self._left_out.add(file)
         if self.is_writable:
             os.unlink(file, dir_fd=self._opened.fd)
-
-    def _shrink(self) -> None:
-        """Delete other namespaces, then this one's least recently used segments, until all fit into the limit."""
-        excess = self._root.make_room(self._max_bytes, self._opened.name) - self._max_bytes
-        if excess <= 0:
-            return
-        for number in sorted(self._segments, key=lambda number: self._segments[number].last_use()):
-            segment = self._segments.pop(number)
-            os.unlink(segment_name(number), dir_fd=self._opened.fd)
-            segment.close()
-            excess -= segment.size
-            if excess <= 0:
-                return
 
     def _build_index(self) -> None:
         """Index all rows in their order of use; free all other slots."""
@@ -302,7 +297,10 @@ class DiskStore:
         return done
 
     def _drop_damaged(self, segment: SegmentFile, slot: int, name: bytes) -> None:
-        """Drop a row, and count it unless the writer has used its slot since the last refresh."""
+        """Drop a row, and count it unless its room was taken or the writer has used its slot since the last refresh."""
+        if self.is_writable and segment.is_taken():
+            self._drop_taken()
+            return
         known = segment.record(slot)
         if known is not None and known.name == name:
             self._num_corrupt += self.is_writable or segment.reread(slot) == known
@@ -311,20 +309,36 @@ class DiskStore:
     def _refresh(self) -> None:
         """Index what the writer has changed since the last time, at most once in REFRESH_S.
 
-        Files that were deleted meanwhile stay open and readable.
+        Files that were deleted meanwhile stay open, and readable unless their room was taken.
         """
         if time.monotonic() < self._refreshed_at + REFRESH_S or not self._refreshing.acquire(blocking=False):
             return
         try:
             with self._io():
-                for number, file in self._opened.segment_files():
-                    if number in self._segments:
-                        self._index_changes(number)
-                    elif file not in self._left_out and self._open_segment(number, file):
-                        self._index_segment(number)
+                listed = {file: number for number, file in self._opened.segment_files()}
+                self._left_out &= listed.keys()
+                for number in {*self._segments, *listed.values()}:
+                    self._refresh_segment(number, segment_name(number))
         finally:
             self._refreshed_at = time.monotonic()
             self._refreshing.release()
+
+    def _refresh_segment(self, number: int, file: str) -> None:
+        former = self._segments.get(number)
+        if former is not None and not former.is_replaced(self._opened.fd, file):
+            self._index_changes(number)
+        elif file not in self._left_out and self._open_segment(number, file):
+            if former is not None:
+                self._leave(number, former)
+            self._index_segment(number)
+
+    def _leave(self, number: int, former: SegmentFile) -> None:
+        """Leave a file that another one has replaced; `read`, which may be reading it, closes it."""
+        slots, _ = former.in_use()
+        for name, place in zip(former.names(slots), (number * _SLOTS + slots).tolist(), strict=True):
+            if self._index.get(name) == place:
+                self._lose(name)
+        self._replaced.append(former)
 
     def _index_segment(self, number: int) -> None:
         slots, _ = self._segments[number].in_use()
@@ -347,10 +361,20 @@ class DiskStore:
         """Write rows head first, into free slots, new segments, and slots of evicted rows, none of them in `keep`."""
         while len(self._free) < len(new) and self._grow():
             pass
+        if not new or self._is_read_only or not self._opened.lock_files_within(LOCK_S):
+            return
+        try:
+            self._drop_taken()
+            self._write_into_own(new, keep)
+        finally:
+            self._opened.unlock_files()
+
+    def _write_into_own(self, new: Sequence[tuple[bytes, Row]], keep: frozenset[bytes]) -> None:
+        """Do so with the slots that there are."""
         places = [heapq.heappop(self._free) for _ in range(min(len(new), len(self._free)))]
         places += self._evict(len(new) - len(places), keep)
         num_written = self._write_rows(new, sorted(places))
-        if num_written < len(places):
+        if num_written < len(places) and not self._is_read_only:
             # The disk is full. A slot that was never used may have no blocks yet; those of rows have.
             rest = new[num_written:]
             self._write_rows(rest, sorted(self._evict(len(rest), keep)))
@@ -366,7 +390,7 @@ class DiskStore:
             except OSError as error:
                 for unused in places[index:]:
                     heapq.heappush(self._free, unused)
-                if error.errno in NO_ROOM:
+                if self._takes_nothing(error):
                     return index
                 raise
             segment.set(slot, Record(name, self._next_sequence(), checksum))
@@ -386,17 +410,17 @@ class DiskStore:
 
     def _grow(self) -> bool:
         """Make a segment if the limit and the disk have room for one."""
-        if time.monotonic() < self._grow_at or not self._root.lock_within(LOCK_S):
+        if time.monotonic() < self._grow_at or self._is_read_only or not self._root.lock_within(LOCK_S):
             return False
         self._grow_at = time.monotonic() + GROW_AGAIN_S
         try:
             num_slots = self._num_slots_to_add()
             if num_slots == 0:
                 return False
-            number = max(self._segments, default=0) + 1
+            number = self._opened.free_number(self._segments)
             segment = SegmentFile.create(self._opened.fd, segment_name(number), self._layout, num_slots)
         except OSError as error:
-            if error.errno in NO_ROOM:
+            if self._takes_nothing(error):
                 return False
             raise
         finally:
@@ -411,9 +435,23 @@ class DiskStore:
         """Return the size of the next segment in slots, making room for it; 0 if there is none."""
         usual = max(min(SEGMENT_BYTES, self._max_bytes // 8), self._max_bytes // MAX_SEGMENTS)
         wanted = max(MIN_SEGMENT_ROWS, self._layout.num_slots_in(usual))
-        others = self._max_bytes - self._layout.segment_bytes(wanted)
-        total = self._root.make_room(max(0, others), self._opened.name)
-        return min(wanted, self._layout.num_slots_in(self._max_bytes - total))
+        bytes_of, least = self._layout.segment_bytes, MIN_SEGMENT_ROWS if self._segments else 1
+        room = make_room(self._root, self.name, bytes_of(wanted), bytes_of(least), self._max_bytes)
+        return min(wanted, self._layout.num_slots_in(room))
+
+    def _drop_taken(self) -> None:
+        """Drop the rows of segments that another writer has taken away."""
+        taken = {number for number, segment in self._segments.items() if segment.is_taken()}
+        if not taken:
+            return
+        for name in [name for name, place in self._index.items() if place // _SLOTS in taken]:
+            del self._index[name]
+            self._removed.extend(self._names_of(name))
+            self._num_evicted += 1
+        self._free = [place for place in self._free if place // _SLOTS not in taken]
+        heapq.heapify(self._free)
+        for number in taken:
+            self._segments.pop(number).close()
 
     def _drop(self, name: bytes) -> None:
         """Remove a row; a reader leaves its slot to the writer."""
@@ -446,13 +484,33 @@ class DiskStore:
         return self._sequence
 
     def _flush(self) -> None:
-        """Write changed records. On a full disk they wait for the next call: a stale record is a miss."""
+        """Write changed records. If the disk takes none they wait for the next call: a stale record is a miss."""
+        if self._is_read_only:
+            return
         try:
             for segment in self._segments.values():
                 segment.flush()
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if not self._takes_nothing(error):
                 raise
+
+    @property
+    def _is_read_only(self) -> bool:
+        return time.monotonic() < self._read_only_until
+
+    def _takes_nothing(self, error: OSError) -> bool:
+        """Return whether an error means no more than that the disk is full or its file system has become read-only.
+
+        Many do after errors of the disk. Rows are then read as before, and now and then a write is tried.
+        """
+        if error.errno == errno.EROFS:
+            self._read_only_until = time.monotonic() + WRITE_AGAIN_S
+            logger.warning(
+                "the file system of %s is read-only: its KV cache rows are read, and none is saved for %g s",
+                self._opened.path,
+                WRITE_AGAIN_S,
+            )
+        return error.errno == errno.EROFS or error.errno in NO_ROOM
 
     # Names and files
 
@@ -484,9 +542,10 @@ class DiskStore:
             yield
 
     def _close_files(self) -> None:
-        for segment in self._segments.values():
+        for segment in [*self._segments.values(), *self._replaced]:
             segment.close()
         self._segments.clear()
+        self._replaced.clear()
         self._opened.close()
 
 

@@ -140,6 +140,7 @@ def test_links_and_folders_in_place_of_files_are_dropped(
     first.unlink()
     first.symlink_to(victim)
     os.mkfifo(first.with_name("00000008.rows"))
+    first.with_name("00000009.rows").mkdir()
     check_opens(directory, key)
     assert victim.read_bytes() == before
 
