@@ -184,8 +184,8 @@ class Worker:
             self._rows.use(host_tier)
         self._make_runner(kv_config)
 
-    def _make_runner(self, kv_config: KVCacheConfig) -> None:
-        """Build the model runner over a bound KV cache."""
+    def _make_runner(self, kv_config: KVCacheConfig, *, writes_cache: bool = True) -> None:
+        """Build the model runner over a bound KV cache, to whose blocks it may write before the first step."""
         self._runner = ModelRunner(
             self._loaded(),
             self._config,
@@ -196,7 +196,8 @@ class Worker:
             stage=self._stage,
         )
         self._runner.prepare()
-        self._runner.calibrate()
+        if writes_cache:
+            self._runner.calibrate()
 
     def open_row_store(self) -> RowStoreInfo:
         """Open the configured store of KV cache rows, between which and the host tier rows can move from now on.
@@ -325,10 +326,11 @@ class Worker:
             uses = [feature.prepare(config, model) for feature in self.features.values()]
             self._beside = LoadedModels(config, model, encoder, uses)
 
-    def commit_weights(self) -> None:
+    def commit_weights(self, *, keeps_cache: bool = False) -> None:
         """Use the prepared weights from now on; no step is in flight and there is no row. The KV cache stays allocated.
 
-        Everything that was computed from the old ones, or has their addresses, goes with them.
+        Everything that was computed from the old ones, or has their addresses, goes with them, but for blocks of the
+        cache with `keeps_cache`.
         """
         beside, self._beside = self._beside, None
         assert beside is not None, "commit_weights() without prepare_weights()"
@@ -350,7 +352,7 @@ class Worker:
         else:
             assert self._kv_config is not None
             bind_kv_cache(self._models(), self._kv_config, self._tensors)
-            self._make_runner(self._kv_config)
+            self._make_runner(self._kv_config, writes_cache=not keeps_cache)
 
     def drop_weights(self) -> None:
         """Drop prepared weights, if there are any."""
