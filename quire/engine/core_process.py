@@ -17,7 +17,15 @@ from quire.torch_import import begin_torch
 
 SPARE = "-"
 """In place of a directory: its name comes by the standard input."""
-AHEAD = ("quire.executor.uniproc",)
+AHEAD = (
+    "quire.executor.uniproc",
+    "quire.worker.cpu",
+    "quire.worker.taped_forward",
+    "quire.worker.taped_rounds",
+    "quire.kernels.cpu.attention",
+    "quire.kernels.cpu.sampling",
+    "quire.kernels.cpu.sized_graph",
+)
 """Modules that most cores import when they have read their configuration."""
 
 
@@ -40,9 +48,9 @@ def main() -> int:
 
 
 def _import_ahead() -> None:
-    from quire.features import CORE_FEATURES, WORKER_FEATURES
+    from quire.features import CORE_FEATURES, MEDIA_ENCODER, WORKER_FEATURES
 
-    places = (*CORE_FEATURES.values(), *WORKER_FEATURES.values())
+    places = (*CORE_FEATURES.values(), *WORKER_FEATURES.values(), MEDIA_ENCODER)
     for name in (*AHEAD, *(place.partition(":")[0] for place in places)):
         import_module(name)
 

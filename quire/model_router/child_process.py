@@ -28,6 +28,9 @@ AHEAD = (
     "quire.entrypoints.openai.app",
     "quire.entrypoints.openai.connection",
     "quire.entrypoints.openai.lifecycle",
+    "quire.models.families.llama",
+    "uvicorn.lifespan.off",
+    "yaml",
 )
 """Modules that a server imports after it has read its flags."""
 
@@ -50,9 +53,15 @@ def main() -> int:
 
 
 def _import_ahead() -> None:
-    from quire.features import BROWSER_PAGES, SERVER_FEATURES, START_FEATURES
+    from quire import features
+    from quire.entrypoints.openai.api_server import loop_factory
 
-    places = (*START_FEATURES.values(), *SERVER_FEATURES.values(), *BROWSER_PAGES.values())
+    loop_factory()
+    tables = (
+        *(features.START_FEATURES, features.SERVER_FEATURES, features.BROWSER_PAGES, features.CORE_ROUTER),
+        *(features.SLEEP_CONTROL, features.CONSTRAINTS, features.CORE_SUPERVISION, features.REQUEST_OWNERS),
+    )
+    places = [place for table in tables for place in table.values()]
     for name in (*AHEAD, *(place.partition(":")[0] for place in places)):
         import_module(name)
 

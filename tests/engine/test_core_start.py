@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which process a core gets: the spare one, once, if that suits it and runs; else one of its own."""
+"""A core gets the spare process, once, if that suits it and runs; else one of its own."""
 
 from __future__ import annotations
 
