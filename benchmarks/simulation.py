@@ -106,7 +106,12 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     parser.add_argument("--quantization", default="")
     args = parser.parse_args()
-    options = {"model": args.model, "load_format": args.load_format, "enable_prefix_caching": False}
+    options = {
+        "model": args.model,
+        "load_format": args.load_format,
+        "skip_tokenizer_init": args.load_format == "dummy",  # a directory that has a config.json alone
+        "enable_prefix_caching": False,
+    }
     if args.quantization:
         options["quantization"] = args.quantization
     asyncio.run(

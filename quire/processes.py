@@ -145,6 +145,15 @@ def why_silent(pid: int) -> str | None:
     return _SILENT.get(state)
 
 
+def read_order() -> str:
+    """Wait for a line on the standard input, which is empty from then on; "" if it was closed before."""
+    line = os.fsdecode(sys.stdin.buffer.readline()).rstrip("\n")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, sys.stdin.fileno())
+    os.close(null)
+    return line
+
+
 def read_frame(stream: IO[bytes]) -> bytes | None:
     """Return the next frame; None at the end of the stream."""
     head = stream.read(_SIZE.size)

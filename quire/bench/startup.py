@@ -64,7 +64,9 @@ def first_token(config: EngineConfig) -> Run:
     Raises:
         StartupError: the process failed; the message is its own.
     """
-    from quire.engine.client import core_environment  # a slow import, and `quire --help` imports this module
+    from quire.engine.core_start import (
+        core_environment,
+    )  # a slow import, and `quire --help` imports this module
 
     program = ["-m", "quire.bench.startup_process", str(time.monotonic())]
     with start_python(program, core_environment(os.environ), stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:

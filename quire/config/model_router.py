@@ -40,3 +40,7 @@ class ModelRouterConfig(Config):
     models_load_timeout: float = option(
         600.0, "Seconds that a model may take to load until it counts as failed.", gt=0.0
     )
+    models_spare: bool = option(
+        True,
+        "Keep one process without a model ready for the next load, while memory for it is left (320 MiB).",
+    )

@@ -280,8 +280,11 @@ class AsyncLLM(AsyncEngine):
         """Set the version of the weights in use."""
         await self._sleep_control.rename_weights(version)
 
-    async def replace_weights(self, model_dir: str, version: str) -> None:
+    async def replace_weights(self, model_dir: str, version: str, *, keeps_cache: bool = False) -> None:
         """Use the weights of another directory, in all cores or in none; the engine is paused.
+
+        Args:
+            keeps_cache: whether running requests keep what the old weights have computed; else they compute it again.
 
         Raises:
             ValidationError: they do not fit the model, or the engine is not paused; the old ones stay.
@@ -291,7 +294,7 @@ class AsyncLLM(AsyncEngine):
         def adopt() -> None:
             self._cores.use_weights(model_dir)
 
-        await self._sleep_control.replace_weights(model_dir, version, adopt)
+        await self._sleep_control.replace_weights(model_dir, version, adopt, keeps_cache=keeps_cache)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Suspend until `wake_up` and free memory: level 0 none, level 1 the KV cache, level 2 also the weights.

@@ -24,7 +24,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ import zmq
 from quire import private_directories
 from quire.config import EngineConfig
 from quire.engine.core_progress import LoadingState, ProgressFile
+from quire.engine.core_start import openmp_spin_count, start_core
 from quire.engine.messages import (
     NO_MESSAGE,
     WIRE_VERSION,
@@ -48,7 +49,7 @@ from quire.engine.messages import (
 )
 from quire.engine.supervision import supervision
 from quire.errors import EngineDeadError, StartupError
-from quire.processes import exit_reason, start_python
+from quire.processes import exit_reason
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -313,10 +314,6 @@ def check_version(ready: CoreReady) -> None:
 
 
 CLOSE_TIMEOUT_S = 5.0
-SPIN_COUNT = 1000
-"""Spins of an idle torch thread before it sleeps, some 20 microseconds. OpenMP's default of milliseconds wastes cores
-and slows the kernels' threads (docs/performance.md).
-"""
 
 
 class InProcessClient(CoreClient):
@@ -420,9 +417,7 @@ class ProcessClient(RemoteClient):
 
     def _start_core(self, config: EngineConfig) -> subprocess.Popen[bytes]:
         (self._directory / CONFIG).write_bytes(config.encoded())
-        executor = config.parallel.distributed_executor_backend
-        program = ["-m", "quire.engine.core_process", str(self._directory), str(os.getpid()), executor]
-        return start_python(program, core_environment(os.environ), stdin=subprocess.DEVNULL)
+        return start_core(config, self._directory)
 
     def _is_gone(self) -> bool:
         return self.process.poll() is not None
@@ -449,28 +444,6 @@ def startup_errors() -> Iterator[None]:
         raise StartupError(
             f"the engine core cannot be started: {error}; check TMPDIR, its free space and ulimit -a"
         ) from error
-
-
-def core_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a core's environment: torch's threads spin SPIN_COUNT times, unless the user has set how they wait."""
-    if environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        return dict(environment)
-    return {**environment, "GOMP_SPINCOUNT": str(SPIN_COUNT)}
-
-
-@contextmanager
-def openmp_spin_count() -> Iterator[None]:
-    """Set the spin count while OpenMP is loaded, which reads it then; the user's own settings are kept.
-
-    No effect if the user's program has loaded OpenMP before.
-    """
-    added = core_environment(os.environ).items() - os.environ.items()
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name, _ in added:
-            os.environ.pop(name, None)
 
 
 def make_client(config: EngineConfig, *, in_process: bool) -> CoreClient:

@@ -141,8 +141,11 @@ class LLMEngine(SyncEngine):
         """Set the version of the weights in use."""
         self._front_end.rest = replace(self._front_end.rest, weight_version=version)
 
-    def replace_weights(self, model_dir: str, version: str) -> None:
+    def replace_weights(self, model_dir: str, version: str, *, keeps_cache: bool = False) -> None:
         """Use the weights of another directory, in all cores or in none; the engine sleeps at level 0.
+
+        Args:
+            keeps_cache: whether running requests keep what the old weights have computed; else they compute it again.
 
         Raises:
             ValidationError: they do not fit the model, or the engine does not sleep; the old ones stay.
@@ -153,7 +156,7 @@ class LLMEngine(SyncEngine):
             if self._front_end.dead_error is None:
                 self._call_each("drop_weights")
             raise
-        self._call_each("commit_weights", model_dir)
+        self._call_each("commit_weights", model_dir, keeps_cache)
         self.rename_weights(version)
 
     def call_cores(self, method: str, *args: Any) -> list[Any]:

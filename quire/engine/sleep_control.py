@@ -62,7 +62,9 @@ class SleepControl:
         """Plan steps again; see `AsyncLLM.resume_generation`."""
         raise ConflictError(_MISSING)
 
-    async def replace_weights(self, model_dir: str, version: str, adopt: Callable[[], None]) -> None:
+    async def replace_weights(
+        self, model_dir: str, version: str, adopt: Callable[[], None], *, keeps_cache: bool
+    ) -> None:
         """Use other weights in all cores or none; see `AsyncLLM.replace_weights`."""
         raise ConflictError(_MISSING)
 

@@ -50,7 +50,7 @@ from quire.scheduler.scheduler import Scheduler, resolve_scheduler
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 5
+TRACE_VERSION = 6
 MAGIC = b"quire-trace\n"
 LENGTH_BYTES = 4
 
@@ -161,6 +161,12 @@ class Forgot(msgspec.Struct, tag="forget", array_like=True, frozen=True):
     now: float
 
 
+class Mixed(msgspec.Struct, tag="mix", array_like=True, frozen=True):
+    """Other weights compute from now on, and requests keep what the old ones have computed."""
+
+    now: float
+
+
 class Resumed(msgspec.Struct, tag="resume", array_like=True, frozen=True):
     """Engine woke."""
 
@@ -198,6 +204,7 @@ Frame = (
     | Reset
     | Paused
     | Forgot
+    | Mixed
     | Resumed
     | LoadBegun
     | SavesBegun
@@ -386,6 +393,10 @@ class RecordedScheduler:
         self._write(Forgot(now))
         self._scheduler.forget(now)
 
+    def mix(self, now: float) -> None:
+        self._write(Mixed(now))
+        self._scheduler.mix(now)
+
     def resume(self, now: float) -> None:
         self._write(Resumed(now))
         self._scheduler.resume(now)
@@ -517,6 +528,9 @@ class Replay:
     def forget(self, frame: Forgot) -> None:
         self._scheduler.forget(frame.now)
 
+    def mix(self, frame: Mixed) -> None:
+        self._scheduler.mix(frame.now)
+
     def resume(self, frame: Resumed) -> None:
         self._scheduler.resume(frame.now)
 
@@ -550,6 +564,7 @@ EVENTS: dict[type, Callable[[Replay, Any], SchedulerOutput | None]] = {
     Reset: Replay.reset,
     Paused: Replay.pause,
     Forgot: Replay.forget,
+    Mixed: Replay.mix,
     Resumed: Replay.resume,
     LoadBegun: Replay.load,
     SavesBegun: Replay.save,

@@ -54,8 +54,13 @@ class FeatureCalls(ABC):
             f"{type(self).__name__} cannot replace weights; start the server again with them"
         )
 
-    def commit_weights(self) -> None:
-        """Use the prepared weights from now on. No step is in flight and there is no row; the cache is empty."""
+    def commit_weights(self, *, keeps_cache: bool = False) -> None:
+        """Use the prepared weights from now on. No step is in flight and there is no row.
+
+        Args:
+            keeps_cache: whether requests go on with blocks of the old weights, whose bytes must stay; else the cache
+                is empty.
+        """
         raise NotImplementedError("prepare_weights() comes first")
 
     def drop_weights(self) -> None:

@@ -249,13 +249,13 @@ class NullExecutor(Executor):
         check("weights" not in self._asleep, "prepare_weights() while the weights are asleep")
         self._has_new_weights = True
 
-    def commit_weights(self) -> None:
-        """Discard the cache, whose content was computed with the old weights."""
+    def commit_weights(self, *, keeps_cache: bool = False) -> None:
+        """Discard the cache, whose content was computed with the old weights, unless requests go on with it."""
         check(self._has_new_weights, "commit_weights() without prepare_weights()")
         check(not self._submitted, "commit_weights() while a step is in flight")
         check(not self._rows and not +self._holders, f"commit_weights() with rows {[*self._rows]}")
         self._has_new_weights = False
-        if "kv_cache" not in self._asleep:
+        if "kv_cache" not in self._asleep and not keeps_cache:
             assert self._kv_config is not None
             self._cache = FingerprintCache(self._kv_config.num_blocks, self._kv_config.num_host_blocks)
 

@@ -176,8 +176,8 @@ class UniprocExecutor(Executor):
     def prepare_weights(self, model_dir: str) -> None:
         self._lane.start(partial(_outcome, partial(self._worker.prepare_weights, model_dir)))().result()
 
-    def commit_weights(self) -> None:
-        self._lane.start(self._worker.commit_weights)()
+    def commit_weights(self, *, keeps_cache: bool = False) -> None:
+        self._lane.start(partial(self._worker.commit_weights, keeps_cache=keeps_cache))()
 
     def drop_weights(self) -> None:
         self._lane.start(self._worker.drop_weights)()

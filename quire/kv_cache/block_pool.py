@@ -300,12 +300,16 @@ class BlockPool:
         """Clear all cached content; refused (False) while any block is held."""
         if self.is_held:
             return False
+        self.forget_all()
+        return True
+
+    def forget_all(self) -> None:
+        """Clear all cached content; holders keep their blocks, which cannot be found any more."""
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()
         if self._events is not None and self._medium == DEVICE:  # one event covers all media
             self._events.cleared()
-        return True
 
     def _evict(self, block: KVCacheBlock) -> None:
         if block.block_hash is not None:
@@ -440,9 +444,14 @@ class DevicePool(BlockPool):
 
     def reset_prefix_cache(self) -> bool:
         """Clear all cached content on both tiers; refused (False) while any block is held."""
-        if self.is_held or self.host.pool.is_held:
+        if self.host.pool.is_held:
             return False
-        return super().reset_prefix_cache() and self.host.pool.reset_prefix_cache()
+        return super().reset_prefix_cache()
+
+    def forget_all(self) -> None:
+        """Clear all cached content on both tiers; holders keep their blocks."""
+        super().forget_all()
+        self.host.pool.forget_all()
 
     def _share(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.touch(blocks)

@@ -32,12 +32,13 @@ class PrefixHit(NamedTuple):
 
     A list has an entry for each block of the prefix; the null block stands where a group needs none. All blocks are
     full, unless the hit is of a swapped or forked request. `from_cache`: found by a prefix cache lookup, even if of
-    zero tokens.
+    zero tokens. `is_mixed`: other weights computed some of them (`KVCacheManager.mix`).
     """
 
     num_tokens: int
     blocks: tuple[list[KVCacheBlock], ...]
     from_cache: bool = False
+    is_mixed: bool = False
 
 
 def is_storable(request: CachedSequence) -> bool:
@@ -224,6 +225,7 @@ class KVCacheManager:
         self._pool = DevicePool(kv_config.num_blocks, kv_config.num_host_blocks, self.events)
         self.transfers = HostTransfers(self._pool)
         self.coordinator = KVCacheCoordinator(kv_config.groups, self._pool, max_chunk)
+        self._mixed: set[str] = set()  # ids of requests with blocks that other weights have computed
         # Returned by most plans, so shared.
         self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]
 
@@ -300,7 +302,9 @@ class KVCacheManager:
         if swapped is None:
             return None
         return PrefixHit(
-            swapped.num_tokens, tuple([self._pool.nearest(b) for b in table] for table in swapped.tables)
+            swapped.num_tokens,
+            tuple([self._pool.nearest(b) for b in table] for table in swapped.tables),
+            is_mixed=request.request_id in self._mixed,
         )
 
     def get_forked_blocks(self, parent: CachedSequence, num_tokens: int) -> PrefixHit:
@@ -310,7 +314,8 @@ class KVCacheManager:
         caching; a last, partly filled one is copied. If a group has freed blocks that the fork would read, or has
         replaced a state, the hit has zero tokens.
         """
-        return self.coordinator.find_fork(parent.request_id, num_tokens)
+        hit = self.coordinator.find_fork(parent.request_id, num_tokens)
+        return hit._replace(is_mixed=True) if parent.request_id in self._mixed else hit
 
     def num_blocks_short(self, request: CachedSequence, hit: PrefixHit) -> int:
         """Return the missing free blocks for all known tokens of a request without blocks, given a hit.
@@ -332,6 +337,10 @@ class KVCacheManager:
         """Start a request's tables with the blocks of a hit (possibly of zero tokens)."""
         self.coordinator.adopt(request.request_id, hit)
         self._pool.host.release(request.request_id)
+        if hit.is_mixed:
+            self._mixed.add(request.request_id)
+        else:
+            self._mixed.discard(request.request_id)
         if hit.from_cache and not is_resumed:
             self.prefix_queries += len(request.token_ids)
             self.prefix_hits += hit.num_tokens
@@ -346,7 +355,8 @@ class KVCacheManager:
         num_tokens = num_computed_tokens + num_new_tokens
         if self.coordinator.covers(request_id, num_tokens):
             return self._no_block_ids
-        self.coordinator.drop(request_id, num_computed_tokens, cached_only=self.enable_prefix_caching)
+        will_cache = self.enable_prefix_caching and request_id not in self._mixed
+        self.coordinator.drop(request_id, num_computed_tokens, cached_only=will_cache)
         needed = self.coordinator.num_blocks_to_grow(request_id, num_tokens)
         if needed > self._pool.num_free_blocks:  # also free blocks of steps in flight
             self.coordinator.drop(request_id, num_computed_tokens, cached_only=False)
@@ -370,9 +380,12 @@ class KVCacheManager:
         return self.coordinator.allocate_for_drafts(request.request_id, num_tokens)
 
     def cache_blocks(self, request: CachedSequence, num_computed_tokens: int) -> None:
-        """Offer the full blocks of the first `num_computed_tokens` computed tokens to the prefix cache."""
+        """Offer the full blocks of the first `num_computed_tokens` computed tokens to the prefix cache.
+
+        Those of a request with blocks of other weights are not offered: each was computed from the ones before it.
+        """
         num_full = num_computed_tokens // self.coordinator.block_size
-        if not self.enable_prefix_caching or num_full == 0:
+        if not self.enable_prefix_caching or num_full == 0 or request.request_id in self._mixed:
             return
         if len(request.block_hashes) < num_full:
             extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
@@ -394,11 +407,15 @@ class KVCacheManager:
         self.coordinator.forget(request.block_hashes[first:])
         self.transfers.forget(self.coordinator.keys(request.block_hashes[first:]))
 
+    def trim(self, request: CachedSequence) -> None:
+        """Free the device blocks of a started request that its next token does not read, or that were for drafts."""
+        self.coordinator.drop(request.request_id, request.num_computed_tokens, cached_only=False)
+        self.coordinator.truncate(request.request_id, request.num_computed_tokens)
+
     def preempt(self, request: CachedSequence) -> None:
         """Free a started request's device blocks; swap their content to the host if that is faster than recomputing."""
         request_id, num_tokens = request.request_id, request.num_computed_tokens
-        self.coordinator.drop(request_id, num_tokens, cached_only=False)
-        self.coordinator.truncate(request_id, num_tokens)
+        self.trim(request)
         num_bytes = self.coordinator.num_held_blocks(request_id) * self._block_bytes
         if self._prefers_swap(self._swap_costs, num_bytes, num_tokens):
             tables = self.coordinator.tables(request_id)
@@ -409,6 +426,7 @@ class KVCacheManager:
         """Free all blocks of a request on both tiers; a request without blocks is ignored."""
         self.coordinator.free(request.request_id)
         self._pool.host.release(request.request_id)
+        self._mixed.discard(request.request_id)
 
     def pop_moves(self) -> PlannedMoves:
         """Return the copies that the plan must make before its forward pass; call once per plan."""
@@ -429,6 +447,14 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache on both tiers; False, and nothing done, while a request holds blocks."""
         return self._pool.reset_prefix_cache()
+
+    def mix(self) -> None:
+        """Clear the prefix cache on both tiers, because other weights compute from now on; requests keep their blocks.
+
+        What these requests compute from now on depends on their old blocks, so it is never offered to others.
+        """
+        self._mixed |= self.holders() | self.swapped()
+        self._pool.forget_all()
 
     @property
     def has_moves(self) -> bool:

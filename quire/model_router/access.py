@@ -19,6 +19,7 @@ from quire.errors import AuthenticationError
 from quire.model_router.models_file import ModelEntry, Models
 
 NEEDS_KEY = "this server needs an API key: Authorization: Bearer <key>"
+NEEDS_ADMIN = "the models are reloaded for the admin key only: Authorization: Bearer <admin key>"
 FOREIGN_KEY = "this key is not for the model {!r}"
 
 
@@ -31,11 +32,7 @@ class Access:
 
     def __init__(self, config: ServerConfig, models: Models) -> None:
         self._server = make_keyring(api_keys(config), config.api_key_file)
-        self._own = {
-            name: make_keyring(entry.api_keys, None)
-            for name, entry in models.entries.items()
-            if entry.api_keys
-        }
+        self._own = _own_keys(models)
         hashed = admin_key(config)
         self._admin = None if hashed is None else digest_of(hashed)
 
@@ -55,6 +52,19 @@ class Access:
             and self._admin is not None
             and hmac.compare_digest(hashlib.sha256(key).digest(), self._admin)
         )
+
+    def reload(self, models: Models) -> None:
+        """Use the keys of these models from now on."""
+        self._own = _own_keys(models)
+
+    def check_operator(self, headers: Headers) -> None:
+        """Check a request that changes what is served.
+
+        Raises:
+            AuthenticationError: the server has an admin key, and this is not it.
+        """
+        if self.has_admin and not self.is_admin(headers):
+            raise AuthenticationError(NEEDS_ADMIN)
 
     def check_any(self, headers: Headers) -> None:
         """Check a request that is for no one model.
@@ -81,6 +91,12 @@ class Access:
     def may_see(self, headers: Headers, entry: ModelEntry) -> bool:
         """Return whether a model is listed for this request: it is unless its own keys are others."""
         return entry.name not in self._own or self.is_admin(headers) or _has(self._own[entry.name], headers)
+
+
+def _own_keys(models: Models) -> dict[str, Keyring]:
+    """Return the keys of the models that have keys of their own."""
+    entries = models.entries.items()
+    return {name: make_keyring(entry.api_keys, None) for name, entry in entries if entry.api_keys}
 
 
 def _has(ring: Keyring, headers: Headers) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -56,17 +57,19 @@ from quire.entrypoints.openai.middleware.body_limit import (
     BodySizes,
     HeaderLimit,
 )
-from quire.errors import QuireError, UnavailableError, ValidationError
+from quire.errors import ConfigError, ConflictError, QuireError, UnavailableError, ValidationError
 from quire.features import BROWSER_PAGES
 from quire.metrics.catalog import make_family
 from quire.metrics.logging import LostLinesCollector
 from quire.model_router.access import Access
 from quire.model_router.forwarding import Forwarder
-from quire.model_router.models_file import ModelEntry
+from quire.model_router.models_file import ModelEntry, Models
 from quire.model_router.planner import ModelPhase, ModelState
 from quire.model_router.requests import entry_of
 from quire.model_router.router import ModelRouter
 from quire.plugins import import_place
+
+logger = logging.getLogger(__name__)
 
 CREATED = int(time.time())
 KEEP_ALIVE_S = 15.0  # Silence after which the stream of events gets a comment.
@@ -140,8 +143,11 @@ class RouterApp:
         config: ServerConfig,
         settings: ModelRouterConfig,
         registry: CollectorRegistry,
+        read: Callable[[], Models],
     ) -> None:
         self.router = router
+        self._read = read
+        self._reloading = asyncio.Lock()
         self.config = config
         self.keys = Access(config, router.models)
         self.registry = registry
@@ -169,6 +175,7 @@ class RouterApp:
             get("/v1/models/{name:path}", self.show_model),
             get("/models", self.list_models),
             get("/models/sse", self.events),
+            post("/models/reload", self.reload),
             post("/models/load", self.load),
             post("/models/unload", self.unload),
             get("/api/tags", self.tags),
@@ -230,6 +237,8 @@ class RouterApp:
 
     async def list_models(self, request: Request) -> Response:
         """List all models and aliases with their states; in Anthropic's form for its clients."""
+        if request.query_params.get("reload") in ("1", "true"):  # llama.cpp's
+            await self._reload(request)
         entries = self._visible(request)
         if ANTHROPIC_VERSION in request.headers:
             limit = limit_of(request.query_params)
@@ -249,6 +258,25 @@ class RouterApp:
         if ANTHROPIC_VERSION in request.headers:
             return json_response(model_of(name, CREATED, self._context_of(entry)))
         return json_response(self._card(entry, name))
+
+    async def reload(self, request: Request) -> Response:
+        """Read the models file again; the reply lists the models."""
+        await self._reload(request)
+        return await self.list_models(request)
+
+    async def _reload(self, request: Request) -> None:
+        self.keys.check_operator(request.headers)
+        async with self._reloading:
+            try:
+                models = await asyncio.to_thread(self._read)
+            except ConfigError as error:
+                logger.error("the models are not reloaded: %s", error)
+                raise ConflictError(
+                    "the models are as before: what --models names has a mistake; the server's log says where"
+                ) from None
+            self.keys.reload(models)
+            self.router.reload(models)
+        logger.info("the models were reloaded: %s", ", ".join(models.entries))
 
     async def load(self, request: Request) -> Response:
         """Load a model; the reply does not wait for it."""
@@ -276,7 +304,7 @@ class RouterApp:
                 except TimeoutError:
                     yield b":\n\n"
                     continue
-                if name in names:
+                if name in names and name in self.router.models.entries:  # it was not removed meanwhile
                     yield self._event(name, status)
 
     def _event(self, name: str, status: ModelPhase) -> bytes:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One model's server as a child process: its start, its readiness, its log and its end.
 
+Every child is started without a model and then told its flags, at once or, if it was the spare one, later.
 Invariant: a child is over when every process of its group has ended, so its memory is back. What it was told (flags,
 keys) is in a file of the router's private directory that only this user can read.
 """
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 
 from quire.logging_setup import StreamWriter
 from quire.model_router.child_http import ChildLostError, status_of
+from quire.model_router.spare import Spare
 from quire.processes import child_environment, exit_reason
 
 logger = logging.getLogger(__name__)
@@ -57,9 +59,23 @@ class Child(Protocol):
 
 
 class Starter(Protocol):
-    """Starts the server of a model with these flags."""
+    """Starts models' servers, and may keep one ahead that has no model yet."""
 
-    async def __call__(self, name: str, flags: Mapping[str, Any]) -> Child: ...
+    @property
+    def has_spare(self) -> bool:
+        """True if a server without a model takes memory."""
+
+    async def __call__(self, name: str, flags: Mapping[str, Any]) -> Child:
+        """Start the server of a model with these flags, which may be the spare one."""
+
+    def keep_spare(self, is_wanted: bool) -> None:
+        """Keep a spare server from now on, or none."""
+
+    async def settle(self) -> None:
+        """Wait until a spare server that is not wanted has given its memory back."""
+
+    async def close(self) -> None:
+        """End the spare server."""
 
 
 class ServerStarter:
@@ -75,14 +91,36 @@ class ServerStarter:
         self._prefixes_log = prefixes_log
         self._log = StreamWriter("stderr")
         self._num_started = 0
+        self._spare = Spare(self._spawn)
+
+    @property
+    def has_spare(self) -> bool:
+        return self._spare.is_there
 
     async def __call__(self, name: str, flags: Mapping[str, Any]) -> Child:
         """Raises OSError if the machine refuses a process."""
+        child = await self._spare.take() or await self._spawn()
+        try:
+            child.serve(flags, f"{name} | " if self._prefixes_log else "")
+        except OSError:  # there is no room for its flags
+            child.kill()
+            raise
+        return child
+
+    def keep_spare(self, is_wanted: bool) -> None:
+        self._spare.keep(is_wanted)
+
+    async def settle(self) -> None:
+        await self._spare.settle()
+
+    async def close(self) -> None:
+        await self._spare.close()
+
+    async def _spawn(self) -> ServerChild:
+        """Start a server that waits for its flags."""
         self._num_started += 1
         place = self._directory / str(self._num_started)
         socket, config = f"{place}.sock", place.with_suffix(".yaml")
-        config.touch(0o600, exist_ok=False)
-        config.write_text(json.dumps({**flags, "uds": socket}), encoding="utf-8")
         admin_key = secrets.token_hex(24)
         program = [
             "-P",
@@ -96,17 +134,17 @@ class ServerStarter:
             sys.executable,
             *program,
             env={**child_environment(os.environ), "QUIRE_ADMIN_API_KEY": admin_key},
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,  # the ready message
             stderr=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
             start_new_session=True,  # a signal to the terminal's group is the router's
         )
-        return ServerChild(process, socket, admin_key, self._log, f"{name} | " if self._prefixes_log else "")
+        return ServerChild(process, socket, admin_key, self._log, "spare | " if self._prefixes_log else "")
 
 
 class ServerChild:
-    """Running `quire serve` on a Unix socket."""
+    """Process that is told to be `quire serve` on a Unix socket."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, socket: str, admin_key: str, log: StreamWriter, prefix: str
@@ -114,17 +152,31 @@ class ServerChild:
         self.socket = socket
         self.admin_key = admin_key
         self._process = process
+        self._config = Path(socket).with_suffix(".yaml")
         self._log = log
         self._prefix = prefix
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._ended = asyncio.create_task(self._watch())
+
+    def serve(self, flags: Mapping[str, Any], prefix: str) -> None:
+        """Let it serve by these flags; its log lines begin with `prefix` from now on. Called once."""
+        assert self._process.stdin is not None, "it is a pipe"
+        self._config.touch(0o600, exist_ok=False)
+        self._config.write_text(json.dumps({**flags, "uds": self.socket}), encoding="utf-8")
+        self._prefix = prefix
+        self._process.stdin.write(b"serve\n")
+        self._process.stdin.close()  # a child that has ended meanwhile is reported by `wait_ready`
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.returncode is not None
 
     async def wait_ready(self) -> None:
         while True:
             with suppress(ChildLostError):  # it does not listen yet, or has ended
                 if await status_of(self.socket, "GET", "/health") == 200:
                     return
-            if self._process.returncode is not None:
+            if self.has_ended:
                 raise ChildLostError(self._reason())
             await asyncio.sleep(POLL_S)
 
@@ -156,7 +208,7 @@ class ServerChild:
             await asyncio.sleep(POLL_S)
         await asyncio.wait({reading}, timeout=GROUP_END_S)
         reading.cancel()
-        for path in (Path(self.socket), Path(self.socket).with_suffix(".yaml")):
+        for path in (Path(self.socket), self._config):
             path.unlink(missing_ok=True)
         return self._reason()
 

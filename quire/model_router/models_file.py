@@ -207,10 +207,14 @@ class _YamlFile:
                     self._fail(
                         nodes[name][0], f"{one!r:.80} is no name: 1 to 256 characters without white space"
                     )
-                if one in seen or (one != name and one in models.entries):
-                    self._fail(
-                        nodes[name][0], f"the name {one!r} belongs to {seen.get(one, one)!r} and to {name!r}"
+                owner = seen.get(one, name if one == name or one not in models.entries else one)
+                if one in seen or owner != name:
+                    both = (
+                        f"is given twice to {name!r}"
+                        if owner == name
+                        else f"belongs to {owner!r} and to {name!r}"
                     )
+                    self._fail(nodes[name][0], f"the name {one!r} {both}")
                 seen[one] = name
 
     def _entry(

@@ -12,16 +12,17 @@ executes every action and reports its outcome.
 - A model in use keeps its place for `turn_s` seconds; then it takes no further requests, finishes those it has, and
   makes room for the model that waits. It serves those that waited for its load first.
 - Every request is admitted once or refused once, at its deadline at the latest, unless its client leaves.
+- A model whose entry has changed takes no further requests, ends those that it has, and is loaded anew.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from quire.errors import QuireError, RateLimitError, UnavailableError
+from quire.errors import NotFoundError, QuireError, RateLimitError, UnavailableError
 
 MIB = 2**20
 FIRST_BACKOFF_S = 2.0
@@ -153,6 +154,9 @@ class ModelState:
         num_failures: deaths and failed loads since it was last stable.
         error: reason of the last failure.
         retry_at: time from which it may be loaded again.
+        is_small: whether it sleeps, or ends in its sleep.
+        is_stale: whether its processes were started by an entry that has changed since.
+        is_removed: whether it has no entry any more; it is forgotten when nothing of it is left.
     """
 
     name: str
@@ -170,14 +174,16 @@ class ModelState:
     num_failures: int = 0
     error: str = ""
     retry_at: float = 0.0
+    is_small: bool = False
+    is_stale: bool = False
+    is_removed: bool = False
 
     @property
     def charged_bytes(self) -> int:
         """Bytes of memory that count as taken by this model."""
         if self.size is None or self.status in (ModelPhase.UNLOADED, ModelPhase.FAILED):
             return 0
-        is_small = self.status is ModelPhase.SLEEPING
-        return self.size.asleep_bytes if is_small else self.size.needed_bytes
+        return self.size.asleep_bytes if self.is_small else self.size.needed_bytes
 
     @property
     def has_processes(self) -> bool:
@@ -215,16 +221,24 @@ class RouterPlanner:
         self._closed: set[str] = set()
         self.is_draining = False
 
+    def state_of(self, model: str) -> ModelState:
+        """Return a model's state; raises NotFoundError if the model was removed."""
+        state = self.models.get(model)
+        if state is None or state.is_removed:
+            raise _removed(model)
+        return state
+
     # Events
 
     def request(self, request: int, model: str, now: float, *, autoload: bool = True) -> None:
         """Queue a request; a later `plan` admits or refuses it.
 
         Raises:
+            NotFoundError: the model was removed.
             UnavailableError: too many requests wait, the model is not loaded and may not be, or all is ending.
             RateLimitError: the model has as many requests as it may have.
         """
-        state = self.models[model]
+        state = self.state_of(model)
         num_waiting = sum(len(one.waiting) for one in self.models.values())
         if self.is_draining:
             raise UnavailableError("the server is shutting down", retry_after=5)
@@ -252,7 +266,9 @@ class RouterPlanner:
         Args:
             keep_alive_s: idle seconds after which the model is unloaded from now on; None: as before.
         """
-        state = self.models[model]
+        state = self.models.get(model)
+        if state is None:
+            return  # its model was removed
         state.waiting.pop(request, None)
         if request in state.running:
             state.running.discard(request)
@@ -263,7 +279,8 @@ class RouterPlanner:
     def want(self, model: str, now: float) -> None:
         """Ask for a load without a request."""
         state = self.models[model]
-        if state.status is not ModelPhase.LOADED and state.wanted_since is None:
+        is_there = state.status is ModelPhase.LOADED and not state.is_stale
+        if not is_there and state.wanted_since is None:
             state.wanted_since = now
             state.retry_at = now
 
@@ -283,7 +300,8 @@ class RouterPlanner:
         state = self.models[model]
         if state.wanted_since is not None:
             state.keep_alive_s = state.rules.keep_alive_s
-        state.wanted_since = None
+        if not state.is_stale:
+            state.wanted_since = None
         state.last_used, state.is_fresh = now, True
         self._set(state, ModelPhase.LOADED, now)
 
@@ -321,6 +339,27 @@ class RouterPlanner:
     def drain(self) -> None:
         """Refuse all that wait, and all later requests; load nothing more."""
         self.is_draining = True
+
+    def change(self, models: Mapping[str, ModelRules], renewed: Collection[str]) -> None:
+        """Use other models and rules from now on.
+
+        Args:
+            renewed: models whose servers need other flags, or another size.
+        """
+        for name, rules in models.items():
+            state = self.models.setdefault(name, ModelState(name, rules))
+            state.rules, state.keep_alive_s, state.is_removed = rules, rules.keep_alive_s, False
+        for name, state in self.models.items():
+            if name not in models:
+                state.is_removed, state.wanted_since = True, None
+            if state.is_removed or name in renewed:
+                _renew(state)
+
+    def purge(self) -> None:
+        """Forget removed models of which nothing is left."""
+        for state in list(self.models.values()):
+            if state.is_removed and not (state.has_processes or state.waiting or state.running):
+                del self.models[state.name]
 
     # Decisions
 
@@ -372,7 +411,11 @@ class RouterPlanner:
         return sum(state.charged_bytes for state in self.models.values())
 
     def _set(self, state: ModelState, status: ModelPhase, now: float) -> None:
+        ends_asleep = status is ModelPhase.UNLOADING and state.is_small
         state.status, state.since = status, now
+        state.is_small = status is ModelPhase.SLEEPING or ends_asleep
+        if state.is_stale and not state.has_processes:
+            _renew(state)
 
     def _refusals(self, now: float) -> Iterator[Action]:
         """Refuse requests that waited too long, that cannot be served, or that come at the end."""
@@ -390,6 +433,8 @@ class RouterPlanner:
         name, waited = state.name, now - arrival
         if self.is_draining:
             return UnavailableError("the server is shutting down", retry_after=5)
+        if state.is_removed:
+            return _removed(name)
         if state.status is ModelPhase.FAILED and now < state.retry_at:
             times = f"failed {state.num_failures} times" if state.num_failures > 1 else "failed"
             wait_s = max(1, math.ceil(state.retry_at - now))
@@ -425,15 +470,17 @@ class RouterPlanner:
         )
 
     def _expiries(self, now: float) -> Iterator[Action]:
-        """Unload idle models whose time is over."""
+        """Unload idle models whose time is over, or whose entry has changed."""
         for state in self.models.values():
-            if state.is_idle and not state.waiting and now >= state.expires_at:
+            is_over = not state.waiting and now >= state.expires_at
+            if state.is_idle and (is_over or state.is_stale):
                 self._set(state, ModelPhase.UNLOADING, now)
                 yield Unload(state.name)
 
     def _admissions(self) -> Iterator[Action]:
         for state in self.models.values():
-            if state.status is ModelPhase.LOADED and state.name not in self._closed:
+            is_open = state.name not in self._closed and not state.is_stale
+            if state.status is ModelPhase.LOADED and is_open:
                 for request in list(state.waiting):
                     del state.waiting[request]
                     state.running.add(request)
@@ -521,6 +568,18 @@ class RouterPlanner:
             is_promised = state.is_fresh and state.status is ModelPhase.LOADED and bool(state.waiting)
             if idle == (not state.running and not state.waiting) and not is_promised:
                 yield state
+
+
+def _removed(model: str) -> NotFoundError:
+    return NotFoundError(f"the model {model!r} was removed from the server's models", param="model")
+
+
+def _renew(state: ModelState) -> None:
+    """Let a model be measured and loaded anew, once its processes have ended, whatever failed before."""
+    state.num_failures, state.error, state.retry_at, state.is_measuring = 0, "", 0.0, False
+    state.is_stale = state.has_processes
+    if not state.is_stale:
+        state.status, state.size = ModelPhase.UNLOADED, None
 
 
 class _Room:

@@ -12,9 +12,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -22,16 +22,18 @@ from typing import Any, TypeVar
 from quire.errors import ConflictError, QuireError
 from quire.model_router.child import Child, Starter
 from quire.model_router.child_http import ChildLostError
-from quire.model_router.memory import Estimate
+from quire.model_router.memory import PROCESS_BYTES, Estimate
 from quire.model_router.metrics import RouterMetrics
 from quire.model_router.models_file import ModelEntry, Models
 from quire.model_router.planner import (
+    CHANGING,
     MIB,
     Action,
     Admit,
     LoadModel,
     Measure,
     ModelPhase,
+    ModelRules,
     ModelState,
     Refuse,
     RouterPlanner,
@@ -56,10 +58,12 @@ class RouterSettings:
     Attributes:
         load_timeout_s: time that a model may take to load.
         stop_timeout_s: time that a child has to end its requests.
+        keeps_spare: whether a process without a model is kept ready while memory for it is left.
     """
 
     load_timeout_s: float = 600.0
     stop_timeout_s: float = 30.0
+    keeps_spare: bool = False
 
 
 class ModelRouter:
@@ -101,7 +105,7 @@ class ModelRouter:
         self._measuring: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._subscribers: set[asyncio.Queue[tuple[str, ModelPhase]]] = set()
-        self._shown = dict.fromkeys(models.entries, ModelPhase.UNLOADED)
+        self._shown: dict[str, ModelPhase] = {}
         metrics.watch(planner)
 
     # For requests
@@ -142,8 +146,7 @@ class ModelRouter:
 
     def child_of(self, model: str) -> Child | None:
         """Return a model's server if it serves; it may end at any time."""
-        is_loaded = self.planner.models[model].status is ModelPhase.LOADED
-        return self._children.get(model) if is_loaded else None
+        return self._children.get(model) if self.state(model).status is ModelPhase.LOADED else None
 
     def load(self, model: str) -> None:
         """Load a model without a request."""
@@ -161,8 +164,18 @@ class ModelRouter:
         self.planner.release(model)
         self.step()
 
+    def reload(self, models: Models) -> None:
+        """Use these models from now on; servers whose flags change are started anew when they are idle."""
+        before, self.models = self.models, models
+        renewed = {
+            name for name, one in models.entries.items() if _needs_restart(before.entries.get(name), one)
+        }
+        self.planner.change({name: rules_of(one) for name, one in models.entries.items()}, renewed)
+        self._load_first(renewed)
+
     def state(self, model: str) -> ModelState:
-        return self.planner.models[model]
+        """Return a model's state; raises NotFoundError if the model was removed."""
+        return self.planner.state_of(model)
 
     def estimate_of(self, model: str) -> Estimate | None:
         """Return a model's estimated memory; None until it was measured."""
@@ -182,8 +195,12 @@ class ModelRouter:
 
     def open(self) -> None:
         """Load the models that are pinned or preloaded."""
+        self._load_first(self.models.entries)
+
+    def _load_first(self, new: Collection[str]) -> None:
+        """Load the models that are pinned, and those of the new ones that are preloaded."""
         for name, entry in self.models.entries.items():
-            if entry.pinned or entry.preload:
+            if entry.pinned or (entry.preload and name in new):
                 self.planner.want(name, time.monotonic())
         self.step()
 
@@ -206,6 +223,7 @@ class ModelRouter:
         while self._tasks:  # one that loads may have no process yet
             await asyncio.gather(*map(self._stop, self._children.values()))
             await asyncio.sleep(0 if self._children else POLL_S)
+        await self._start.close()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -213,16 +231,44 @@ class ModelRouter:
 
     def step(self) -> None:
         """Execute what the planner decides now, and set the time of the next decision."""
-        while actions := self.planner.plan(time.monotonic(), self._available_bytes()):
+        while actions := self.planner.plan(time.monotonic(), self._left_bytes()):
             for action in actions:
                 self._execute(action)
+        self._keep_spare()
         self._publish()
+        self.planner.purge()
         if self._timer is not None:
             self._timer.cancel()
         now = time.monotonic()
         after_s = self.planner.next_event(now) - now
         loop = asyncio.get_running_loop()
         self._timer = None if math.isinf(after_s) else loop.call_later(after_s, self.step)
+
+    def _left_bytes(self) -> int:
+        """Return the memory that models can still get; that of the spare process is theirs."""
+        return self._available_bytes() + (PROCESS_BYTES if self._start.has_spare else 0)
+
+    def _keep_spare(self) -> None:
+        """Keep a spare process if a model may need it and memory for it is left; start it while no model loads."""
+        planner = self.planner
+        if not self._settings.keeps_spare or self._is_starting:
+            return  # a load that has no process yet takes the spare one
+        states = planner.models.values()
+        room = planner.limits.memory_bytes - planner.charged_bytes
+        is_of_use = not planner.is_draining and any(not state.has_processes for state in states)
+        fits = room >= PROCESS_BYTES and self._left_bytes() >= PROCESS_BYTES
+        if not (is_of_use and fits):
+            self._start.keep_spare(False)
+        elif not any(state.status in CHANGING for state in states):
+            self._start.keep_spare(True)
+
+    @property
+    def _is_starting(self) -> bool:
+        """True if a model is to be loaded, and no process was started for it."""
+        states = self.planner.models.values()
+        return any(
+            state.status is ModelPhase.LOADING and state.name not in self._children for state in states
+        )
 
     def _execute(self, action: Action) -> None:
         if isinstance(action, Admit):
@@ -257,7 +303,7 @@ class ModelRouter:
     def _publish(self) -> None:
         """Send changed states to the log and to subscribers."""
         for name, state in self.planner.models.items():
-            if state.status is self._shown[name]:
+            if state.status is self._shown.get(name, ModelPhase.UNLOADED):
                 continue
             self._shown[name] = state.status
             logger.info("model %s: %s", name, state.status)
@@ -269,10 +315,17 @@ class ModelRouter:
 
     async def _measure(self, model: str) -> None:
         """Estimate a model's memory, in a thread that a download may hold up, even beyond the router's end."""
+        entry = self.models.entries.get(model)
+        if entry is None:
+            return  # it was removed meanwhile
         try:
-            found = await _in_thread(partial(self._measure_entry, self.models.entries[model]))
+            found: Estimate | QuireError | OSError = await _in_thread(partial(self._measure_entry, entry))
         except (QuireError, OSError) as error:
-            logger.error("model %s: its memory cannot be estimated: %s", model, error)
+            found = error
+        if self.models.entries.get(model) != entry:
+            return  # it was changed meanwhile
+        if not isinstance(found, Estimate):
+            logger.error("model %s: its memory cannot be estimated: %s", model, found)
             self._fail(model, "its files cannot be read; the server's log has the reason")
             return
         self._estimates[model] = found
@@ -288,7 +341,12 @@ class ModelRouter:
         self.step()
 
     async def _load(self, model: str) -> None:
-        entry, began = self.models.entries[model], time.monotonic()
+        entry, began = self.models.entries.get(model), time.monotonic()
+        await self._start.settle()
+        if entry is None:  # it was removed meanwhile
+            self.planner.ended(model, time.monotonic())
+            self.step()
+            return
         try:
             child = await self._start(model, self._flags(entry, self._estimates[model]))
         except OSError as error:
@@ -330,6 +388,7 @@ class ModelRouter:
 
     async def _wake(self, model: str) -> None:
         child = self._children[model]
+        await self._start.settle()
         try:
             async with asyncio.timeout(self._settings.load_timeout_s):
                 woke = await child.control("/wake_up")
@@ -387,6 +446,23 @@ class ModelRouter:
         self._metrics.failed(model)
         self.planner.failed(model, reason, time.monotonic())
         self.step()
+
+
+def rules_of(entry: ModelEntry) -> ModelRules:
+    """Return the planner's rules of a model."""
+    return ModelRules(entry.pinned, entry.keep_alive_s, entry.sleep, entry.max_requests)
+
+
+def _needs_restart(before: ModelEntry | None, after: ModelEntry) -> bool:
+    """Return whether an entry differs from an earlier one in more than the planner's rules."""
+    rules = {
+        "pinned": after.pinned,
+        "preload": after.preload,
+        "keep_alive_s": after.keep_alive_s,
+        "sleep": after.sleep,
+        "max_requests": after.max_requests,
+    }
+    return before is None or replace(before, **rules) != after
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

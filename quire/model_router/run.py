@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -32,17 +33,28 @@ from quire.model_router.child import ServerStarter, Starter
 from quire.model_router.flags import server_flags
 from quire.model_router.memory import estimate
 from quire.model_router.metrics import RouterMetrics
-from quire.model_router.models_file import ModelEntry, Models
-from quire.model_router.planner import MIB, ModelRules, PlannerLimits, RouterPlanner
-from quire.model_router.router import ModelRouter, RouterSettings
+from quire.model_router.models_file import Models
+from quire.model_router.planner import MIB, PlannerLimits, RouterPlanner
+from quire.model_router.router import ModelRouter, RouterSettings, rules_of
 from quire.platforms import Host
 from quire.processes import freeze_garbage
 
 logger = logging.getLogger(__name__)
 
 
-def run_router(models: Models, config: ServerConfig, settings: ModelRouterConfig, *, json_log: bool) -> int:
-    """Serve until a signal; return the process's exit code."""
+def run_router(
+    models: Models,
+    config: ServerConfig,
+    settings: ModelRouterConfig,
+    *,
+    read: Callable[[], Models],
+    json_log: bool,
+) -> int:
+    """Serve until a signal; return the process's exit code.
+
+    Args:
+        read: returns the models when a client asks for them to be read again; raises ConfigError.
+    """
     service_manager = ServiceManager.adopt(os.environ)
     try:
         with (
@@ -54,7 +66,7 @@ def run_router(models: Models, config: ServerConfig, settings: ModelRouterConfig
             try:
                 starter = ServerStarter(directory, prefixes_log=not json_log)
                 return runner.run(
-                    _serve(models, config, settings, listener, starter, signals, service_manager)
+                    _serve(models, read, config, settings, listener, starter, signals, service_manager)
                 )
             finally:
                 private_directories.remove(directory)
@@ -65,6 +77,7 @@ def run_router(models: Models, config: ServerConfig, settings: ModelRouterConfig
 
 async def _serve(
     models: Models,
+    read: Callable[[], Models],
     config: ServerConfig,
     settings: ModelRouterConfig,
     listener: socket.socket,
@@ -75,7 +88,7 @@ async def _serve(
     config = with_keys_of_environment(config)  # before other processes are started
     registry = CollectorRegistry()
     router = make_router(models, config, settings, starter, registry)
-    app = RouterApp(router, config, settings, registry)
+    app = RouterApp(router, config, settings, registry, read)
     http = HttpServer(http_config(app.build(), config), config)
     freeze_garbage()
     signals.check()
@@ -110,13 +123,10 @@ def make_router(
         flags=partial(server_flags, config=config),
         available_bytes=host.available_bytes,
         metrics=RouterMetrics(registry),
-        settings=RouterSettings(settings.models_load_timeout, config.shutdown_timeout),
+        settings=RouterSettings(
+            settings.models_load_timeout, config.shutdown_timeout, keeps_spare=settings.models_spare
+        ),
     )
-
-
-def rules_of(entry: ModelEntry) -> ModelRules:
-    """Return the planner's rules of a model."""
-    return ModelRules(entry.pinned, entry.keep_alive_s, entry.sleep, entry.max_requests)
 
 
 def _report(models: Models, config: ServerConfig, listener: socket.socket, *, has_keys: bool) -> None:

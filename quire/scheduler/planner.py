@@ -153,9 +153,12 @@ class Planner:
             return
         drafts: list[int] = []
         is_ahead = request.draft_token_ids or self._num_ahead(step)
-        if num_new_tokens == num_missing and is_ahead:
-            new_block_ids, drafts = self._allocate_drafts(request, num_new_tokens, new_block_ids, step)
-        step.add_cached(request, num_new_tokens, new_block_ids, drafts)
+        if not request.has_row:
+            step.add_new(request, num_new_tokens, self._kv.get_block_ids(request))
+        else:
+            if num_new_tokens == num_missing and is_ahead:
+                new_block_ids, drafts = self._allocate_drafts(request, num_new_tokens, new_block_ids, step)
+            step.add_cached(request, num_new_tokens, new_block_ids, drafts)
         if num_new_tokens < num_missing:
             self._leave_rest(request, step, is_capped=num_new_tokens < room)
 

@@ -85,7 +85,7 @@ class RequestQueues:
         """
         victim = self.running.last
         self._vacate(victim)
-        if victim.starts_over or victim.sampling_params.has_sampler_state:
+        if victim.recomputes:
             self._kv.free(victim)
         else:
             self._kv.preempt(victim)
@@ -97,14 +97,31 @@ class RequestQueues:
     def preempt_all(self, now: float) -> None:
         """Free the blocks of all requests on both tiers; they keep their tokens, to be computed again."""
         for request in reversed(list(self.running)):
-            self._vacate(request)
-            request.preempt()
-            self._waits.preempt_for_sleep(request, now)
-            self.policy.add(request)
-            self.num_preemptions += 1
+            self._preempt_for_sleep(request, now)
         self.retained.free_blocks()
         for request in self._requests.values():
             self._kv.free(request)
+
+    def renew_rows(self, now: float) -> None:
+        """Take the rows of all running requests, which keep their blocks and get other rows with their next chunks.
+
+        Requests whose blocks would be of no use are preempted; retained requests lose their blocks.
+        """
+        for request in reversed(list(self.running)):
+            if request.recomputes:
+                self._preempt_for_sleep(request, now)
+                self._kv.free(request)
+            else:
+                self._kv.trim(request)  # a new row has none but the blocks that it reads
+                self._leave_row(request)
+        self.retained.free_blocks()
+
+    def _preempt_for_sleep(self, request: Request, now: float) -> None:
+        self._vacate(request)
+        request.preempt()
+        self._waits.preempt_for_sleep(request, now)
+        self.policy.add(request)
+        self.num_preemptions += 1
 
     def finish(self, request: Request, reason: str, now: float, *, keeps: bool = False) -> None:
         """Finish a request from any place and release or retain all that it holds; the only way out."""
@@ -154,7 +171,13 @@ class RequestQueues:
     def _vacate(self, request: Request) -> None:
         self.running.remove(request)
         self.policy.vacate(request)
-        self._vacated.append(request.request_id)
+        self._leave_row(request)
+
+    def _leave_row(self, request: Request) -> None:
+        """Let the next plan tell the worker to free the request's row, if it has one."""
+        if request.has_row:
+            self._vacated.append(request.request_id)
+            request.has_row = False
 
     # The step
 

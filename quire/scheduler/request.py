@@ -64,6 +64,8 @@ class Request:
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
         queued_ts, scheduled_ts: monotonic seconds; 0.0 until it happened.
         number, rank: the order of arrival, set by the scheduler, and of service, set by its policy.
+        has_row: whether the worker has a row of it, or gets one by a plan in flight; false while it runs only after
+            `RequestQueues.renew_rows`.
         starts_over: whether it must be computed from its first token without interruption and without cached prefixes,
             because its pooling needs every token's hidden state. Set by the scheduler.
         wait: waiting time by cause.
@@ -81,6 +83,7 @@ class Request:
         "extra_keys",
         "finish_reason",
         "fork_of",
+        "has_row",
         "instruction_length",
         "media",
         "num_beams",
@@ -149,6 +152,7 @@ class Request:
         self.num_beams = num_beams
         self.beam = beam
         self.parent: Request | None = None
+        self.has_row = False
         self.starts_over = False
         self.adapter_request = adapter_request
         self.media = list(media)
@@ -202,6 +206,11 @@ class Request:
         return not (
             self.starts_over or params.skip_reading_prefix_cache or params.prompt_logprobs is not None
         )
+
+    @property
+    def recomputes(self) -> bool:
+        """True if a new row of it needs every token to be computed again, so that its blocks are of no use."""
+        return self.starts_over or self.sampling_params.has_sampler_state
 
     @property
     def num_tokens(self) -> int:

@@ -287,6 +287,17 @@ class Scheduler(StoreAccess):
         if not self._kv.reset_prefix_cache():
             raise EngineError("cannot reset the KV cache: blocks are still referenced by no known request")
 
+    def mix(self, now: float) -> None:
+        """Discard all cached content, but let requests go on with what they have computed, for the sake of speed.
+
+        Their later blocks depend on old weights and on new ones, and are never found by others. Requires a paused
+        scheduler without steps in flight.
+        """
+        assert self._is_paused, "mix() requires a paused scheduler"
+        assert not self._in_flight, "steps in flight read the cache"
+        self._queues.renew_rows(now)
+        self._kv.mix()
+
     def resume(self, now: float) -> None:
         self._is_paused = False
         self._queues.resume(now)

@@ -101,6 +101,7 @@ class StepPlan:
             media=request.media,
         )
         self._new_requests.append(data)
+        request.has_row = True
         self.max_decode_steps = 1  # a new request has blocks for these tokens only
         self._take(request, num_tokens, [], [])
 

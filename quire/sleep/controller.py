@@ -103,21 +103,28 @@ class SleepController(SleepControl):
         """
         await self.wake_up([SCHEDULING])
 
-    async def replace_weights(self, model_dir: str, version: str, adopt: Callable[[], None]) -> None:
+    async def replace_weights(
+        self, model_dir: str, version: str, adopt: Callable[[], None], *, keeps_cache: bool
+    ) -> None:
         """Load weights beside those in use on all cores, then use them on all, even if the caller is cancelled.
 
         Args:
             adopt: is called in between; a core that starts later must have the new ones.
+            keeps_cache: whether running requests keep what the old weights have computed.
 
         Raises:
             ValidationError: they do not fit, or the engine is not paused; the old ones stay on all cores.
         """
-        replacing = asyncio.create_task(self._replace_weights(model_dir, version, adopt))
+        replacing = asyncio.create_task(
+            self._replace_weights(model_dir, version, adopt, keeps_cache=keeps_cache)
+        )
         self._waking.add(replacing)
         replacing.add_done_callback(self._waking.discard)
         await asyncio.shield(replacing)
 
-    async def _replace_weights(self, model_dir: str, version: str, adopt: Callable[[], None]) -> None:
+    async def _replace_weights(
+        self, model_dir: str, version: str, adopt: Callable[[], None], *, keeps_cache: bool
+    ) -> None:
         async with self._lock:
             try:
                 await self._all("prepare_weights", model_dir)
@@ -125,7 +132,7 @@ class SleepController(SleepControl):
                 await self._all("drop_weights")
                 raise
             adopt()
-            await self._all("commit_weights", model_dir)
+            await self._all("commit_weights", model_dir, keeps_cache)
             await self._rename_weights(version)
 
     async def rename_weights(self, version: str) -> None:

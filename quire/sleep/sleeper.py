@@ -117,16 +117,23 @@ class Sleeper(CoreFeature):
             words = str(error).replace(f"{model_dir}/", "").replace(model_dir, "the update")
             raise ValidationError(words) from None
 
-    def commit_weights(self, model_dir: str) -> None:
-        """Use the prepared weights; nothing computed with the old ones is left."""
+    def commit_weights(self, model_dir: str, keeps_cache: bool = False) -> None:
+        """Use the prepared weights; nothing computed with the old ones is left.
+
+        With `keeps_cache` running requests keep their blocks, and go on from these with the new weights.
+        """
         if self._core.has_weights_of(model_dir):
             return
         self.check_paused()
         self._core.settle()
         self.begin()
         self._drain()
-        self.forget()
-        self._executor.commit_weights()
+        if keeps_cache:
+            self._scheduler.mix(self._clock())
+            self._drain()  # the worker frees the rows
+        else:
+            self.forget()
+        self._executor.commit_weights(keeps_cache=keeps_cache)
         self._core.use_weights_of(model_dir)
 
     def _wake(self, tag: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.engine.sleep_state import MODES
 from quire.errors import ConflictError, ValidationError
 from quire.models.gguf.model import is_gguf
 from quire.training.shared_memory import open_segment
@@ -27,13 +28,24 @@ logger = logging.getLogger(__name__)
 MAX_PARTS = 10_000
 
 
+MIXED = "mixed"
+UPDATE_MODES = (*MODES, MIXED)
+"""Fates of requests in flight: those of a pause, or kept with all that the old weights have computed."""
+
+
 @dataclass(frozen=True)
 class Bracket:
-    """Open update; `resumes`: the update has paused the engine, and its end resumes it."""
+    """Open update.
+
+    Attributes:
+        resumes: whether the update has paused the engine, and its end resumes it.
+        is_mixed: whether requests in flight keep what the old weights have computed.
+    """
 
     update_id: str
     staged: StagedWeights
     resumes: bool
+    is_mixed: bool = False
 
 
 class Brackets:
@@ -62,11 +74,11 @@ class Brackets:
             raise ConflictError("a weight update is open: finish or abort it first")
         _check_replaceable(self._config)
 
-    def begin(self, *, resumes: bool) -> str:
-        """Open a bracket and return its id."""
+    def begin(self, mode: str, *, resumes: bool) -> str:
+        """Open a bracket of an update mode and return its id."""
         self.check_can_begin()
         staged = StagedWeights(Path(self._config.model_dir))
-        self._open = Bracket(secrets.token_hex(8), staged, resumes)
+        self._open = Bracket(secrets.token_hex(8), staged, resumes, mode == MIXED)
         return self._open.update_id
 
     def get(self, update_id: str | None = None) -> Bracket:
@@ -165,6 +177,19 @@ class Brackets:
             if staged is not None:
                 staged.close()
         self._in_use = self._open = None
+
+
+def pause_mode(mode: Any) -> str:
+    """Return the mode of the pause during an update.
+
+    Raises:
+        ValidationError: there is no such update mode.
+    """
+    if mode not in UPDATE_MODES:
+        raise ValidationError(
+            f"mode must be one of {', '.join(UPDATE_MODES)}, got {mode!r:.100}", param="mode"
+        )
+    return "keep" if mode == MIXED else str(mode)
 
 
 def read_version(text: Any) -> str:

@@ -20,9 +20,9 @@ class InitWeightTransfer(RequestModel):
 
 
 class StartWeightUpdate(RequestModel):
-    """`mode`: requests in flight, if the engine is not paused; the checkpoint's form is the only one."""
+    """`mode`: fate of requests in flight; a paused engine has those that its pause has left."""
 
-    mode: Literal["abort", "wait", "keep"] = "keep"
+    mode: Literal["abort", "wait", "keep", "mixed"] = "keep"
     is_checkpoint_format: Literal[True] = True
 
 
@@ -63,11 +63,14 @@ class CollectiveRPC(RequestModel):
 
 
 class UpdateWeightsFromDisk(RequestModel):
-    """SGLang's: the weights of a directory on the server's machine."""
+    """SGLang's: the weights of a directory on the server's machine.
+
+    `flush_cache` false: requests in flight keep what the old weights have computed.
+    """
 
     model_path: str
     load_format: Literal["auto", "safetensors"] | None = None
-    flush_cache: Literal[True] = True
+    flush_cache: bool = True
     abort_all_requests: bool = False
     weight_version: Version = None
 

@@ -12,6 +12,7 @@ from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.tenant import admin_router
 from quire.errors import ConflictError, ValidationError
+from quire.training.bracket import MIXED
 from quire.training.commands import read_optional, run
 from quire.training.protocol import (
     MemoryOccupation,
@@ -42,7 +43,7 @@ REFUSED = {
 async def update_weights_from_disk(request: Request) -> Response:
     """Use the weights of a directory on the server's machine: a whole update in one call."""
     body = await read_request(request, UpdateWeightsFromDisk)
-    mode = "abort" if body.abort_all_requests else "keep"
+    mode = "abort" if body.abort_all_requests else "keep" if body.flush_cache else MIXED
     version = await run(request, "load", body.model_path, body.weight_version, mode)
     return json_response(UpdateSuccess(f"weights {version} are in use"))
 

@@ -13,9 +13,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from quire.engine.sleep_state import check_mode
 from quire.errors import ConflictError, QuireError, ValidationError
-from quire.training.bracket import Bracket, Brackets, read_version
+from quire.training.bracket import Bracket, Brackets, pause_mode, read_version
 from quire.training.checksums import check_baseline, compare, merged
 
 if TYPE_CHECKING:
@@ -52,19 +51,22 @@ class WeightUpdates:
         self._brackets.disconnect()
 
     def begin(self, mode: str = "keep") -> str:
-        """Open an update and return its id; requests in flight are kept, aborted or waited for.
+        """Open an update and return its id.
+
+        Requests in flight are aborted (`mode` "abort"), waited for ("wait"), kept and computed again with the new
+        weights ("keep"), or kept with all that the old weights have computed ("mixed").
 
         Raises:
             ConflictError: one is open.
             ValidationError: there is no such mode, or the weights cannot be replaced.
         """
-        check_mode(mode)
+        pause = pause_mode(mode)
         self._brackets.check_can_begin()
         resumes = not self._engine.is_sleeping
         if resumes:
-            self._engine.sleep(0, mode)
+            self._engine.sleep(0, pause)
         try:
-            return self._brackets.begin(resumes=resumes)
+            return self._brackets.begin(mode, resumes=resumes)
         except QuireError:
             if resumes:
                 self._engine.wake_up()
@@ -93,7 +95,7 @@ class WeightUpdates:
             if bracket.staged.is_empty:
                 raise ValidationError(EMPTY, param="update_info")
             self._engine.call_core("call_workers", "check_finite", [directory])
-            self._engine.replace_weights(directory, version)
+            self._engine.replace_weights(directory, version, keeps_cache=bracket.is_mixed)
             outcome = "finished"
             self._brackets.used(bracket.staged)
         finally:
@@ -104,9 +106,9 @@ class WeightUpdates:
         """Drop the open update; the old weights stay."""
         self._end(self._brackets.close(update_id), "aborted", 0.0)
 
-    def load(self, path: str, version: str | None = None) -> str:
+    def load(self, path: str, version: str | None = None, mode: str = "keep") -> str:
         """Use the weights of a directory, in one call; returns their version. Raises as the steps do."""
-        self.begin()
+        self.begin(mode)
         try:
             self.update({"path": path})
         except BaseException:
@@ -174,7 +176,7 @@ class AsyncWeightUpdates:
 
     async def begin(self, mode: str = "keep") -> str:
         """Open an update; see `WeightUpdates.begin`."""
-        check_mode(mode)
+        pause_mode(mode)
         return str(await self._shielded(self._begin(mode)))
 
     async def _begin(self, mode: str) -> str:
@@ -182,9 +184,9 @@ class AsyncWeightUpdates:
             self._brackets.check_can_begin()
             resumes = not self._engine.is_sleeping
             if resumes:
-                await self._engine.pause_generation(mode, clear_cache=False)
+                await self._engine.pause_generation(pause_mode(mode), clear_cache=False)
             try:
-                update_id = await asyncio.to_thread(self._brackets.begin, resumes=resumes)
+                update_id = await asyncio.to_thread(self._brackets.begin, mode, resumes=resumes)
             except QuireError:
                 if resumes:
                     await self._engine.resume_generation()
@@ -219,7 +221,7 @@ class AsyncWeightUpdates:
                 if bracket.staged.is_empty:
                     raise ValidationError(EMPTY, param="update_info")
                 await self._engine.call_core("call_workers", "check_finite", [directory])
-                await self._engine.replace_weights(directory, version)
+                await self._engine.replace_weights(directory, version, keeps_cache=bracket.is_mixed)
                 outcome = "finished"
                 self._brackets.used(bracket.staged)
             finally:

@@ -76,7 +76,10 @@ class RunnerPart:
         return None
 
     def calibrate(self, launch: Callable[[SchedulerOutput], LaunchedStep]) -> None:
-        """Run steps of no request before the first request; they may leave nothing behind."""
+        """Run steps of no request while none has a block of the cache; they may leave nothing behind.
+
+        Not called after an update of the weights during which requests keep their blocks.
+        """
         return None
 
 

@@ -144,8 +144,8 @@ class StepWorker:
             self._rows.use(host_tier)
         self._make_runner(kv_config)
 
-    def _make_runner(self, kv_config: KVCacheConfig) -> None:
-        """Build the model runner over a bound KV cache."""
+    def _make_runner(self, kv_config: KVCacheConfig, *, writes_cache: bool = True) -> None:
+        """Build the model runner over a bound KV cache, to whose blocks it may write before the first step."""
         self._runner = ModelRunner(
             self._loaded(),
             self._config,
@@ -156,7 +156,8 @@ class StepWorker:
             stage=self._stage,
         )
         self._runner.prepare()
-        self._runner.calibrate()
+        if writes_cache:
+            self._runner.calibrate()
 
     def submit(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Launch one step and return a function that waits for its result.

@@ -175,10 +175,11 @@ class Worker(StepWorker):
             uses = [feature.prepare(config, model) for feature in self.features.values()]
             self._beside = LoadedModels(config, model, encoder, uses)
 
-    def commit_weights(self) -> None:
+    def commit_weights(self, *, keeps_cache: bool = False) -> None:
         """Use the prepared weights from now on; no step is in flight and there is no row. The KV cache stays allocated.
 
-        Everything that was computed from the old ones, or has their addresses, goes with them.
+        Everything that was computed from the old ones, or has their addresses, goes with them, but for blocks of the
+        cache with `keeps_cache`.
         """
         beside, self._beside = self._beside, None
         assert beside is not None, "commit_weights() without prepare_weights()"
@@ -200,7 +201,7 @@ class Worker(StepWorker):
         else:
             assert self._kv_config is not None
             bind_kv_cache(self._models(), self._kv_config, self._tensors)
-            self._make_runner(self._kv_config)
+            self._make_runner(self._kv_config, writes_cache=not keeps_cache)
 
     def drop_weights(self) -> None:
         """Drop prepared weights, if there are any."""

@@ -16,15 +16,8 @@ import pytest
 import zmq
 
 from quire.config import EngineConfig
-from quire.engine.client import (
-    SPIN_COUNT,
-    CoreClient,
-    InProcessClient,
-    ProcessClient,
-    core_environment,
-    make_client,
-    openmp_spin_count,
-)
+from quire.engine.client import CoreClient, InProcessClient, ProcessClient, make_client
+from quire.engine.core_start import SPIN_COUNT, core_environment, openmp_spin_count
 from quire.engine.messages import (
     AddRequest,
     CoreReady,

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from quire.config import ModelRouterConfig, ServerConfig
 from quire.entrypoints.openai.connection import http_config
 from quire.entrypoints.openai.lifecycle import HttpServer
+from quire.errors import ConfigError
 from quire.model_router.app import RouterApp
 from quire.model_router.child_http import ChildLostError
 from quire.model_router.flags import server_flags
@@ -28,8 +29,7 @@ from quire.model_router.memory import Estimate
 from quire.model_router.metrics import RouterMetrics
 from quire.model_router.models_file import ModelEntry, Models
 from quire.model_router.planner import PlannerLimits, RouterPlanner
-from quire.model_router.router import ModelRouter, RouterSettings
-from quire.model_router.run import rules_of
+from quire.model_router.router import ModelRouter, RouterSettings, rules_of
 from quire.unix_sockets import listen_unix
 
 WAIT_S = 30.0
@@ -152,9 +152,13 @@ class FakeStarter:
         num_starts: by model.
         holds: models whose loads wait until `may_start` is set.
         fails: model -> reason for which its next loads fail.
+        has_spare: whether a process without a model is there; a load takes it.
+        taken: models that were loaded in the spare process, in order.
     """
 
     def __init__(self, directory: Path) -> None:
+        self.has_spare = False
+        self.taken: list[str] = []
         self.children: dict[str, FakeChild] = {}
         self.num_starts: dict[str, int] = {}
         self.holds: set[str] = set()
@@ -163,6 +167,8 @@ class FakeStarter:
 
     async def __call__(self, name: str, flags: Mapping[str, Any]) -> FakeChild:
         self.num_starts[name] = self.num_starts.get(name, 0) + 1
+        self.taken += [name] if self.has_spare else []
+        self.has_spare = False
         child = FakeChild(name, flags, self._directory, sum(self.num_starts.values()))
         self.children[name] = child
         if name in self.fails:
@@ -170,6 +176,15 @@ class FakeStarter:
         elif name not in self.holds:
             child.may_start.set()
         return child
+
+    def keep_spare(self, is_wanted: bool) -> None:
+        self.has_spare = is_wanted
+
+    async def settle(self) -> None:
+        """Its memory is back at once."""
+
+    async def close(self) -> None:
+        self.has_spare = False
 
 
 class RouterService:
@@ -181,6 +196,21 @@ class RouterService:
         self.starter = starter
         self.client = client
         self.port = port
+        self._file: Models | ConfigError = app.router.models
+
+    def write(self, *entries: ModelEntry, default: str | None = None) -> None:
+        """Change the models file."""
+        self._file = Models({one.name: one for one in entries}, default)
+
+    def garble(self, error: ConfigError) -> None:
+        """Change the models file to one with a mistake."""
+        self._file = error
+
+    def read(self) -> Models:
+        """Read the models file."""
+        if isinstance(self._file, ConfigError):
+            raise self._file
+        return self._file
 
     def child(self, model: str) -> FakeChild:
         return self.starter.children[model]
@@ -215,6 +245,7 @@ async def serving(
     limits: Mapping[str, Any] = {},
     config: ServerConfig | None = None,
     settings: ModelRouterConfig | None = None,
+    keeps_spare: bool = False,
 ) -> AsyncIterator[RouterService]:
     """Serve models by fake children; all have ended and no request is in flight when the block ends."""
     models = Models({one.name: one for one in entries}, default)
@@ -233,9 +264,9 @@ async def serving(
             flags=lambda one, size: server_flags(one, size, config),
             available_bytes=lambda: 1 << 60,
             metrics=RouterMetrics(registry),
-            settings=RouterSettings(load_timeout_s=60.0, stop_timeout_s=10.0),
+            settings=RouterSettings(60.0, 10.0, keeps_spare=keeps_spare),
         )
-        app = RouterApp(router, config, settings, registry)
+        app = RouterApp(router, config, settings, registry, lambda: service.read())
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             http = HttpServer(http_config(app.build(), config), config)
@@ -243,7 +274,8 @@ async def serving(
             router.open()
             try:
                 async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S) as client:
-                    yield RouterService(app, starter, client, port)
+                    service = RouterService(app, starter, client, port)
+                    yield service
                 async with asyncio.timeout(WAIT_S):
                     await app.in_flight.wait_idle()
             finally:

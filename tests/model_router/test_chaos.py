@@ -147,6 +147,27 @@ def test_killed_router_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.more
+def test_spare_serves_as_any_other_and_is_replaced(tmp_path: Path) -> None:
+    """A spare that is killed is replaced; the next load gets the process that was there, and leaves nothing behind."""
+    router = Router(write(tmp_path, FILE), log=tmp_path / "log")
+    router.wait_ready()
+    wait_until(lambda: len(router.children(CHILD)) == 1, TIMEOUT_S, router.last_words)
+    (killed,) = router.children(CHILD)
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: set(router.children(CHILD)) - {killed}, TIMEOUT_S, router.last_words)
+    (spare,) = set(router.children(CHILD)) - {killed}
+    status, reply, _ = router.ask("demo")
+    assert (status, reply["choices"][0]["text"]) == (200, " Paris.")
+    wait_until(lambda: len(router.children(CHILD)) == 2, TIMEOUT_S, router.last_words)
+    assert spare in router.children(CHILD)
+    os.kill(spare, signal.SIGKILL)
+    wait_until(lambda: router.ask("demo")[0] == 200, TIMEOUT_S, router.last_words)
+    children = router.children(CHILD)
+    assert router.stop() == 0, router.last_words()
+    assert all(map(has_ended, children))
+
+
+@pytest.mark.more
 def test_documented_example_is_served(tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
     (example,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import RateLimitError, UnavailableError
+from quire.errors import NotFoundError, RateLimitError, UnavailableError
 from quire.model_router.planner import (
     Admit,
     LoadModel,
@@ -234,6 +234,109 @@ def test_first_death_of_a_model_delays_nobody() -> None:
     assert "failed 2 times: killed by signal 9" in str(refused.error)  # type: ignore[union-attr]
 
 
+def test_deaths_at_load_are_tried_at_ever_longer_intervals() -> None:
+    """The waits double up to two minutes; other models do not notice, and a good load ends it."""
+    planner, now, waits = make(limit=100), 0.0, []
+    load(planner, "b", now, request=100)
+    for number in range(9):
+        planner.request(number, "a", now)
+        assert planner.plan(now, PLENTY) == [LoadModel("a")]
+        planner.failed("a", "killed by signal 9", now)
+        (refused,) = planner.plan(now, PLENTY)
+        assert isinstance(refused, Refuse)
+        assert "killed by signal 9" in str(refused.error)
+        waits.append(planner.models["a"].retry_at - now)
+        assert refused.error.retry_after == waits[-1]
+        planner.request(1000 + number, "b", now)
+        planner.request(2000 + number, "a", now)
+        early = planner.plan(now + waits[-1] / 2, PLENTY)
+        assert [(type(one), one.model) for one in early] == [(Refuse, "a"), (Admit, "b")]
+        now += waits[-1]
+    assert waits == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0, 120.0, 120.0]
+    load(planner, "a", now)
+    planner.failed("a", "killed by signal 9", now + 61.0)
+    assert planner.models["a"].status is ModelPhase.UNLOADED, "a minute of service forgets the failures"
+
+
+def test_changed_model_ends_its_requests_then_loads_anew() -> None:
+    planner = make()
+    load(planner, "a", 0.0, request=1)
+    planner.change({"a": STILL, "b": STILL, "new": STILL}, {"a", "new"})
+    assert list(planner.models) == ["a", "b", "c", "new"]
+    planner.purge()
+    assert list(planner.models) == ["a", "b", "new"], "nothing is left of c"
+    planner.request(2, "a", 1.0)
+    assert planner.plan(1.0, PLENTY) == [], "the new request waits, the old one runs"
+    planner.leave(1, "a", 2.0)
+    assert planner.plan(2.0, PLENTY) == [Unload("a")]
+    assert planner.charged_bytes == 4
+    planner.ended("a", 3.0)
+    assert planner.plan(3.0, PLENTY) == [Measure("a")]
+    planner.sized("a", Size(5, 1))
+    assert planner.plan(3.0, PLENTY) == [LoadModel("a")]
+    planner.ready("a", 4.0)
+    assert planner.plan(4.0, PLENTY) == [Admit(2, "a")]
+
+
+def test_removed_model_ends_its_requests_then_is_forgotten() -> None:
+    planner = make()
+    load(planner, "a", 0.0, request=1)
+    planner.request(2, "b", 0.0)
+    planner.change({"c": STILL}, set())
+    (refused,) = [one for one in planner.plan(1.0, PLENTY) if isinstance(one, Refuse)]
+    assert (refused.request, type(refused.error)) == (2, NotFoundError)
+    with pytest.raises(NotFoundError, match="'a' was removed"):
+        planner.request(3, "a", 1.0)
+    planner.leave(2, "b", 1.0)
+    planner.purge()
+    assert list(planner.models) == ["a", "c"]
+    planner.leave(1, "a", 2.0)
+    assert planner.plan(2.0, PLENTY) == [Unload("a")]
+    planner.ended("a", 3.0)
+    planner.purge()
+    assert list(planner.models) == ["c"]
+    planner.leave(1, "a", 4.0)  # which may come late
+
+
+def test_pinned_model_that_changes_while_it_loads_loads_again() -> None:
+    pinned = ModelRules(pinned=True)
+    planner = make(rules={"a": pinned})
+    planner.want("a", 0.0)
+    assert planner.plan(0.0, PLENTY) == [LoadModel("a")]
+    planner.change({"a": pinned}, {"a"})
+    planner.want("a", 1.0)
+    planner.ready("a", 2.0)
+    assert planner.plan(2.0, PLENTY) == [Unload("a")]
+    planner.ended("a", 3.0)
+    assert planner.plan(3.0, PLENTY) == [Measure("a")]
+
+
+def test_failed_model_that_changes_is_tried_at_once() -> None:
+    planner = make()
+    planner.request(1, "a", 0.0)
+    planner.plan(0.0, PLENTY)
+    planner.failed("a", "no such file", 1.0)
+    planner.plan(1.0, PLENTY)
+    planner.change(dict.fromkeys("abc", STILL), {"a"})
+    planner.sized("a", Size(4, 1))
+    planner.request(2, "a", 1.0)
+    assert planner.plan(1.0, PLENTY) == [LoadModel("a")]
+
+
+def test_keep_alive_of_zero_unloads_after_each_request() -> None:
+    planner = make(rules={"a": ModelRules(keep_alive_s=0.0)})
+    load(planner, "a", 0.0, request=1)
+    planner.request(2, "a", 1.0)
+    assert planner.plan(1.0, PLENTY) == [Admit(2, "a")]
+    planner.leave(1, "a", 2.0)
+    assert planner.plan(2.0, PLENTY) == []
+    planner.leave(2, "a", 3.0)
+    planner.request(3, "a", 3.0)
+    assert planner.plan(3.0, PLENTY) == [Admit(3, "a")], "a request that waits is served first"
+    planner.leave(3, "a", 4.0)
+    assert planner.plan(4.0, PLENTY) == [Unload("a")]
+
+
 def test_limits_of_requests_are_refused_at_once() -> None:
     planner = make(rules={"a": ModelRules(max_requests=1), "b": RULES}, max_waiting=2)
     planner.request(1, "a", 0.0)
@@ -285,12 +388,14 @@ class World:
     """Plain model of the machine: carries out actions, some time later, and checks each of them.
 
     Attributes:
+        sizes: model -> what a measurement finds.
         changing: model -> action that is being carried out.
         open: request -> model, of those that were neither refused nor have ended.
     """
 
     planner: RouterPlanner
     limit: int
+    sizes: dict[str, Size] = field(default_factory=dict)
     now: float = 0.0
     changing: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
@@ -314,16 +419,18 @@ class World:
         elif isinstance(action, Refuse):
             assert action.request not in self.running
             del self.open[action.request]
+        elif isinstance(action, Measure):
+            self.planner.sized(action.model, self.sizes[action.model])
         else:
             self.begin(action)
 
     def begin(self, action: Any) -> None:
-        model, rules = action.model, self.planner.models[action.model].rules
+        model, state = action.model, self.planner.models[action.model]
         assert model not in self.changing
-        size = self.planner.models[model].size
+        size = state.size
         assert size is not None
         if isinstance(action, Unload | Suspend):
-            assert not rules.pinned
+            assert not state.rules.pinned or state.is_stale
             assert not [one for one in self.running if self.open[one] == model]
         else:
             self.memory[model] = size.needed_bytes
@@ -360,7 +467,7 @@ NAMES = "abcd"
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["ask", "ask", "ask", "end", "end", "leave", "finish", "finish", "die", "load", "free"]
+            ["ask", "ask", "ask", "end", "end", "leave", "finish", "finish", "die", "load", "free", "change"]
         ),
         st.integers(0, 3),
         st.floats(0.0, 4.0),
@@ -384,14 +491,15 @@ def worlds(draw: st.DrawFn) -> World:
     limits = PlannerLimits(
         limit, draw(st.integers(0, 3)), wait_timeout_s=20.0, turn_s=draw(st.floats(0.0, 5.0))
     )
-    planner = RouterPlanner(rules, limits)
+    planner, sizes = RouterPlanner(rules, limits), {}
     for name in NAMES:
         needed = draw(st.integers(1, 6))
-        planner.sized(name, Size(needed, draw(st.integers(0, needed))))
-    return World(planner, limit)
+        sizes[name] = Size(needed, draw(st.integers(0, needed)))
+        planner.sized(name, sizes[name])
+    return World(planner, limit, sizes)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(worlds(), EVENTS)
 def test_random_histories_keep_every_promise(world: World, events: list[tuple[str, int, float]]) -> None:
     """Nothing in use or pinned is evicted, memory stays below its limit, and every request has an end."""
@@ -416,6 +524,9 @@ def happen(world: World, kind: str, model: str, numbers: Iterator[int]) -> None:
         world.open[request], world.arrivals[request] = model, world.now
     elif kind == "load":
         world.planner.want(model, world.now)
+    elif kind == "change":
+        planner = world.planner
+        planner.change({name: state.rules for name, state in planner.models.items()}, {model})
     elif kind == "free" and not world.planner.models[model].rules.pinned:
         world.planner.release(model)
     elif kind == "finish" and model in world.changing:

@@ -12,6 +12,8 @@ import httpx
 import pytest
 
 from quire.config import ModelRouterConfig, ServerConfig
+from quire.entrypoints.ollama.models import FOREVER
+from quire.errors import ConfigError
 from tests.fixtures.folded import folded
 from tests.model_router.fakes import MIB, entry, serving
 
@@ -322,6 +324,95 @@ async def test_ollama_lists_keeps_and_unloads() -> None:
         reply = await service.client.post("/api/chat", json={"model": "a", "keep_alive": "soon"})
         assert reply.status_code == 400
         assert "keep_alive must be seconds" in reply.json()["error"]
+
+
+@folded(
+    ("keep_alive", "outcome"),
+    [
+        (-1, "stays"),
+        ("-1m", "stays"),
+        ("5m", "expires"),
+        (300, "expires"),
+        (0, "unloaded"),
+        ("0", "unloaded"),
+    ],
+)
+async def test_ollamas_keep_alive_in_every_form(keep_alive: object, outcome: str) -> None:
+    async with serving(entry("a")) as service:
+        body = {"model": "a", "prompt": "x", "keep_alive": keep_alive}
+        assert (await service.client.post("/api/generate", json=body)).status_code == 200
+        if outcome == "unloaded":
+            await service.until(lambda: service.status("a") == "unloaded")
+            return
+        (loaded,) = (await service.client.get("/api/ps")).json()["models"]
+        assert (loaded["expires_at"] == FOREVER) == (outcome == "stays")
+
+
+async def test_malformed_keep_alive_loads_nothing() -> None:
+    async with serving(entry("a")) as service:
+        for keep_alive in ("abc", "", "5 m", True, [], {}):
+            body = {"model": "a", "prompt": "x", "keep_alive": keep_alive}
+            reply = await service.client.post("/api/generate", json=body)
+            assert reply.status_code == 400
+            assert "keep_alive must be seconds" in reply.json()["error"]
+        assert service.starter.num_starts == {}
+
+
+async def test_reload_serves_new_models_and_ends_old_ones() -> None:
+    async with serving(entry("a"), entry("b", aliases=("x",))) as service:
+        async with service.client.stream("POST", "/x", json=stream("b")) as reply:
+            service.write(entry("a"), entry("c"))
+            listed = await service.client.post("/models/reload")
+            assert [one["id"] for one in listed.json()["data"]] == ["a", "c"]
+            assert (await service.ask("x")).status_code == 404
+            assert (await service.ask("c")).json()["child"] == "c"
+            service.child("b").pieces.put_nowait(b"data: 1\n\n")
+            service.child("b").pieces.put_nowait(None)
+            assert await reply.aread() == b"data: 1\n\n", "what runs goes on"
+        await service.until(lambda: list(service.router.planner.models) == ["a", "c"])
+        assert await service.child("b").ended()
+
+
+async def test_reload_restarts_models_whose_flags_have_changed() -> None:
+    options = {"max-num-seqs": 4}
+    async with serving(entry("a"), entry("b"), entry("idle"), memory=16 * MIB) as service:
+        for name in "ab":
+            await service.ask(name)
+        service.write(entry("a", options=options), entry("b", keep_alive_s=60.0), entry("idle", pinned=True))
+        listed = await service.client.get("/models?reload=1")
+        assert [one["id"] for one in listed.json()["data"]] == ["a", "b", "idle"]
+        await service.until(lambda: "idle" in service.starter.children)
+        assert (await service.ask("a")).status_code == 200
+        assert service.child("a").flags["max-num-seqs"] == 4
+        assert service.starter.num_starts == {"a": 2, "b": 1, "idle": 1}
+        assert service.router.state("b").expires_at < float("inf")
+
+
+async def test_reload_of_a_garbled_file_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(entry("a"), entry("b")) as service:
+        await service.ask("a")
+        service.garble(ConfigError("--models /secret/models.yaml, line 2: unknown key 'modell'"))
+        for method, path in (("POST", "/models/reload"), ("GET", "/models?reload=1")):
+            reply = await service.client.request(method, path)
+            assert reply.status_code == 409
+            assert "/secret" not in reply.text
+        assert "line 2: unknown key 'modell'" in caplog.text
+        assert [(await service.ask(name)).status_code for name in "ab"] == [200, 200]
+        assert service.starter.num_starts == {"a": 1, "b": 1}
+        service.write(entry("b"), entry("new"))
+        assert (await service.client.post("/models/reload")).status_code == 200
+        assert (await service.ask("new")).json()["child"] == "new"
+
+
+async def test_reload_is_for_the_admin_key_and_brings_new_keys() -> None:
+    async with serving(entry("a"), config=KEYS) as service:
+        service.write(entry("a", api_keys=(hashed("mine"),)))
+        refused = await service.client.post("/models/reload", headers=bearer("shared"))
+        assert refused.status_code == 401
+        assert (await service.client.post("/models/reload", headers=bearer("admin"))).status_code == 200
+        for key, status in {"shared": 401, "mine": 200}.items():
+            reply = await service.client.post("/x", json={"model": "a"}, headers=bearer(key))
+            assert reply.status_code == status
 
 
 async def test_front_page_is_the_console_for_browsers() -> None:

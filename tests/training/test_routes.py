@@ -148,6 +148,29 @@ async def test_update_while_requests_run_ends_every_request(client: httpx.AsyncC
         assert len(tokens) == 60
 
 
+async def test_requests_of_a_mixed_update_end_and_are_not_cached(
+    client: httpx.AsyncClient, second: Path
+) -> None:
+    """By vLLM's routes and by SGLang's; afterwards a prompt has the tokens of a fresh engine."""
+    expected = {}
+    for number in range(3):
+        tasks = [asyncio.create_task(completion(client, max_tokens=60, seed=n)) for n in range(2)]
+        while not (await client.get("/v1/requests")).json()["data"]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        if number == 1:
+            await posted(client, "/start_weight_update", {"mode": "mixed"})
+            await posted(client, "/update_weights", {"update_info": {"path": str(second)}})
+            await posted(client, "/finish_weight_update")
+        else:
+            body = {"model_path": str(second), "flush_cache": number == 0}
+            await posted(client, "/update_weights_from_disk", body)
+        for tokens, _ in await asyncio.gather(*tasks):
+            assert len(tokens) == 60
+        expected[number] = await completion(client)
+    assert expected[0] == expected[1] == expected[2]
+    await refused(client, "/start_weight_update", {"mode": "mix"}, 400, "mode")
+
+
 async def test_sglang_routes_answer_or_say_what_to_send(client: httpx.AsyncClient) -> None:
     expected = await completion(client)
     for mode in ("abort", "retract", "in_place"):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.errors import ConflictError, UnavailableError, ValidationError
@@ -144,6 +145,61 @@ def test_kept_requests_go_on_with_the_new_weights(pair: Callable[[str], tuple[Pa
         rest = SamplingParams(max_tokens=20 - start, temperature=0.0, ignore_eos=True)
         (output,) = other.generate({"prompt_token_ids": prompt + so_far[name]}, rest, use_tqdm=False)
         assert ends[name][start:] == list(output.outputs[0].token_ids)
+    other.shutdown()
+
+
+KEPT = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+MIXES: dict[str, tuple[dict[str, Any], int]] = {
+    "plain": ({}, 0),
+    "overlapped": ({"async_scheduling": True}, 2),
+    "two ranks": ({"tensor_parallel_size": 2}, 0),
+}
+"""Options of an engine, and the most tokens that are in flight when it is paused."""
+
+
+def mixed_by_transformers(first: Path, second: Path, prompt: list[int], so_far: list[int]) -> list[int]:
+    """Return the greedy continuation of tokens computed with the first weights, by the second over that cache."""
+    old, new = (AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32) for one in (first, second))
+    with torch.no_grad():
+        cache = old(torch.tensor([[*prompt, *so_far[:-1]]]), use_cache=True).past_key_values
+        tokens = list(so_far)
+        while len(tokens) < KEPT.max_tokens:
+            step = new(torch.tensor([tokens[-1:]]), past_key_values=cache, use_cache=True)
+            tokens.append(int(step.logits[0, -1].argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("how", quick(MIXES, ("plain",)))
+def test_mixed_requests_keep_what_the_old_weights_computed(
+    pair: Callable[[str], tuple[Path, Path]], how: str
+) -> None:
+    """Their tokens are those of new weights over an old cache, by transformers; no other request sees that cache."""
+    (first, second), (more, num_in_flight) = pair("llama"), MIXES[how]
+    options = {**OPTIONS, "dtype": "float32", **more}
+    llm = LLM(str(first), **options)
+    engine, prompts = llm.llm_engine, {"a": [3, 1, 4, 1, 5] * 7, "b": [2, 7, 1, 8]}
+    for name, prompt in prompts.items():
+        engine.add_request(name, {"prompt_token_ids": prompt}, KEPT)
+    so_far: dict[str, list[int]] = {}
+    while min(map(len, so_far.values()), default=0) < 6 or len(so_far) < 2:
+        so_far.update({one.request_id: list(one.outputs[0].token_ids) for one in engine.step()})
+    llm.weights.load(str(second), mode="mixed")
+    engine.add_request("again", {"prompt_token_ids": prompts["a"]}, KEPT)
+    ends = finished(engine)
+    for name, prompt in prompts.items():
+        counts = range(len(so_far[name]), len(so_far[name]) + num_in_flight + 1)
+        ways = [mixed_by_transformers(first, second, prompt, ends[name][:count]) for count in counts]
+        assert ends[name] in ways
+    longer = [*prompts["a"], *ends["a"]]
+    after = [llm.generate({"prompt_token_ids": one}, KEPT, use_tqdm=False) for one in (prompts["a"], longer)]
+    sums = llm.weights.checksums()
+    llm.shutdown()
+    other = LLM(str(second), **options)
+    for expected, one in zip(after, (prompts["a"], longer), strict=True):
+        (output,) = other.generate({"prompt_token_ids": one}, KEPT, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected[0].outputs[0].token_ids
+    assert ends["again"] == list(after[0][0].outputs[0].token_ids)
+    assert other.weights.checksums() == sums
     other.shutdown()
 
 

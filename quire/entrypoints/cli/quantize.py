@@ -73,7 +73,7 @@ def quantize(
     rtn rounds to nearest with searched scales; gptq, awq and awq-gptq use the layers' inputs on calibration
     texts.
     """
-    from quire.engine.client import openmp_spin_count
+    from quire.engine.core_start import openmp_spin_count
 
     with openmp_spin_count():  # torch threads that spin between matmuls slow down the kernels' threads
         from quire.config import EngineConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import click
@@ -108,8 +109,8 @@ def _run_router(ctx: click.Context, model: str | None, params: dict[str, Any]) -
         except click.ClickException as error:
             raise ConfigError(error.format_message()) from None
 
-    models = read_models(router, check_options, inherited_flags(given))
-    return run_router(models, server, router, json_log=given.get("log_format") == "json")
+    read = partial(read_models, router, check_options, inherited_flags(given))
+    return run_router(read(), server, router, read=read, json_log=given.get("log_format") == "json")
 
 
 def _check_one_model(params: dict[str, Any]) -> None:

@@ -160,8 +160,8 @@ class MultiprocExecutor(Executor):
             self.drop_weights()
             raise
 
-    def commit_weights(self) -> None:
-        self._all("commit_weights")
+    def commit_weights(self, *, keeps_cache: bool = False) -> None:
+        self._all("commit_weights", keeps_cache)
 
     def drop_weights(self) -> None:
         self._all("drop_weights")

@@ -196,7 +196,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "sleep": lambda rank, level: rank.worker.sleep(level),
     "wake_up": lambda rank, tag: rank.worker.wake_up(tag),
     "prepare_weights": lambda rank, model_dir: rank.worker.prepare_weights(model_dir),
-    "commit_weights": lambda rank: rank.worker.commit_weights(),
+    "commit_weights": lambda rank, keeps_cache: rank.worker.commit_weights(keeps_cache=keeps_cache),
     "drop_weights": lambda rank: rank.worker.drop_weights(),
     "call_worker": lambda rank, name, args: rank.worker.call(name, args),
     "use_vocabulary": lambda rank, plain: _use_vocabulary(rank.worker, plain),
