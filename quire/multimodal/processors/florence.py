@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from quire.errors import ModelLoadError
 from quire.models.json_object import JsonObject
 from quire.multimodal.processors.base import (
     Arrays,
+    MediaTask,
     Placeholders,
     Prepared,
     Processor,
     check_prepared_pixels,
 )
 from quire.multimodal.processors.files import ProcessorFiles
+from quire.multimodal.processors.florence_tasks import AnswerRules, florence2_answer, read_question
 from quire.multimodal.processors.pixels import (
     BICUBIC,
     CLIP_MEAN,
@@ -58,6 +61,7 @@ class FlorenceProcessor(Processor):
                 f"{image.where}: image_seq_length must be {count}, the rows of the encoder's image"
             )
         self._runs = (Placeholders(((self.placeholder, count),)),)
+        self._rules = AnswerRules.of(files.processor)
 
     @classmethod
     def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
@@ -68,6 +72,13 @@ class FlorenceProcessor(Processor):
         pixels = pixels_of(resized(as_rgb(image), self._size, self._resample))
         arrays: Arrays = {PIXELS: np.ascontiguousarray(pixels), TABLE: self._table}
         return Prepared(arrays, self.placeholder, self._runs)
+
+    def read_task(self, text: str) -> MediaTask | None:
+        """See `Processor.read_task`."""
+        question = read_question(text)
+        if question is None:
+            return None
+        return MediaTask(question.text, partial(florence2_answer, question.task, rules=self._rules))
 
     @staticmethod
     def floats(arrays: Mapping[str, NDArray[Any]]) -> Arrays:
