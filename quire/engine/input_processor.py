@@ -302,7 +302,9 @@ class InputProcessor:
         encoder = self._encoder_prompts
         if encoder is None:
             if params is None:
-                raise ValidationError("beam search needs parameters: this model has no encoder", param="params")
+                raise ValidationError(
+                    "beam search needs parameters: this model has no encoder", param="params"
+                )
             return params
         found: BeamSearchParams = encoder.shown(encoder.default_search() if params is None else params)
         return found

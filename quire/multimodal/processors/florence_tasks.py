@@ -109,7 +109,9 @@ def read_question(prompt: str) -> Question | None:
     if not tasks:
         return None
     if len(tasks) > 1:
-        raise ValidationError(f"the prompt has {len(tasks)} tasks, {' and '.join(tasks)}; ask one", param="prompt")
+        raise ValidationError(
+            f"the prompt has {len(tasks)} tasks, {' and '.join(tasks)}; ask one", param="prompt"
+        )
     (task,), beside = tasks, prompt.replace(tasks[0], "").strip()
     question = TASKS[task].question
     takes_text = INPUT in question
@@ -183,7 +185,9 @@ def _area(quad: Sequence[int]) -> float:
 
 def _boxes(text: str, size: tuple[int, int], _: AnswerRules) -> dict[str, Any]:
     """Return each box with the label before it, of which only the ASCII characters count."""
-    found = [(box, _ascii(label)) for label, boxes in _labelled(_phrases(_BOXED, text), size) for box in boxes]
+    found = [
+        (box, _ascii(label)) for label, boxes in _labelled(_phrases(_BOXED, text), size) for box in boxes
+    ]
     return {"bboxes": [box for box, _ in found], "labels": [label for _, label in found]}
 
 

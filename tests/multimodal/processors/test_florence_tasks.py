@@ -24,7 +24,22 @@ CONFIG["ocr"] = {"PATTERN": "(.+?)" + r"<loc_(\d+)>" * 8, "AREA_THRESHOLD": LEAS
 CONFIG["phrase_grounding"] = {"banned_grounding_tokens": BANNED}
 PLACES = ["<loc_0>", "<loc_7>", "<loc_499>", "<loc_640>", "<loc_999>"]
 MARKS = ["<sep>", "<poly>", "</poly>"]
-OTHERS = ["car", " red bus ", "the image", "it", "é", "a\nb", "\n", " ", ">", "<", "<od>", "<s>", "</s>", "<pad>"]
+OTHERS = [
+    "car",
+    " red bus ",
+    "the image",
+    "it",
+    "é",
+    "a\nb",
+    "\n",
+    " ",
+    ">",
+    "<",
+    "<od>",
+    "<s>",
+    "</s>",
+    "<pad>",
+]
 
 
 @pytest.fixture
