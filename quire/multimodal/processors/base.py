@@ -69,7 +69,7 @@ class Prepared:
     seconds_per_frame: float = 0.0
 
 
-class AnswerParser(Protocol):
+class TaskParser(Protocol):
     """Parser of an answer about an image; `size` is the image's (width, height)."""
 
     def __call__(self, text: str, size: tuple[int, int]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class MediaTask(NamedTuple):
     """Prompt in words for a task that its text names, and the parser of the answer."""
 
     text: str
-    parse: AnswerParser
+    parse: TaskParser
 
 
 class Processor(abc.ABC):

@@ -194,11 +194,14 @@ class MiniCPMVProcessor(Processor):
         """Return the patches [1, 3, p, n * p] of all tiles, and their rows and columns [k, 2], by the names of an image
         or of a video.
         """
-        patch, table, is_video = int(arrays[_PATCH][0]), arrays[TABLE], arrays[PIXELS].ndim == 4
+        patch, table = int(arrays[_PATCH][0]), arrays[TABLE]
+        frames, slices = arrays[PIXELS], arrays.get(_SLICES)
+        is_video = frames.ndim == 4
+        if not is_video:
+            frames, slices = frames[None], None if slices is None else slices[None]
         tiles: list[NDArray[np.uint8]] = []
-        for number, frame in enumerate(arrays[PIXELS] if is_video else [arrays[PIXELS]]):
-            slices = arrays.get(_SLICES, ())
-            tiles += [frame, *(slices[number] if is_video and len(slices) else slices)]
+        for number, frame in enumerate(frames):
+            tiles += [frame] if slices is None else [frame, *slices[number]]
         rows = [_in_rows(channels_first({PIXELS: tile, TABLE: table}), patch) for tile in tiles]
         sizes = [[side // patch for side in tile.shape[:2]] for tile in tiles]
         values, grids = VIDEO_NAMES if is_video else IMAGE_NAMES
