@@ -35,7 +35,7 @@ METADATA = {"fps": 3.0, "total_num_frames": 60, "frames_indices": [0, 9, 18, 30,
 TILES = {"size": {"height": 16, "width": 16}, "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
 TILES |= {"video_token": "<|video_pad|>", "image_token": "<|image_pad|>"}
 SLICES = {"patch_size": 4, "scale_resolution": 16, "max_slice_nums": 3, "use_image_id": False}
-SQUARES = {"patch_size": 4, "pooling_kernel_size": 2, "do_normalize": False}
+SQUARES = {"patch_size": 4, "pooling_kernel_size": 2, "do_normalize": False, "max_soft_tokens": 70}
 FILES = {"qwen2-vl": FILE, "qwen2.5-vl": FILE, "qwen3-vl": FILE, "llava-onevision": TILES, "minicpmv": SLICES}
 FILES |= {"gemma4": SQUARES, "gemma4-both-ways": SQUARES}
 
@@ -98,7 +98,9 @@ def found_of(outputs: list[RequestOutput]) -> list[tuple[list[int], list[float]]
     ]
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.more] if name == "gemma4" else []) for name in FILES]
+)
 def test_a_video_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     model = make_seeing(name, tmp_path)
     write_files(name, tmp_path)

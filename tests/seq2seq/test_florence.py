@@ -194,9 +194,10 @@ async def client(checkpoint: tuple[Any, Path]) -> AsyncIterator[httpx.AsyncClien
     config = EngineConfig.from_args(model=str(checkpoint[1]), dtype="float32", gpu_memory_utilization=0.02)
     engine = AsyncLLM(config, in_process=True)
     await engine.wait_ready()
-    transport = httpx.ASGITransport(build_app(engine, ServerConfig()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://quire/v1") as made:
+    app = build_app(engine, ServerConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://quire/v1") as made:
         yield made
+    app.state.server.media.close()
     await engine.shutdown()
 
 

@@ -71,14 +71,14 @@ def test_answers_equal_those_of_transformers(theirs: Florence2Processor) -> None
     rules = AnswerRules.of(JsonObject("file", {"post_processor_config": CONFIG}))
     random = np.random.default_rng(3)
     answers = 0
-    for text, task in zip(texts(240), itertools.cycle(TASKS), strict=False):
+    for text, task in zip(texts(120), itertools.cycle(TASKS), strict=False):
         for name in (task, *(one for one in TASKS if TASKS[one].form != TASKS[task].form)):
             size = (int(random.integers(1, 4000)), int(random.integers(1, 4000)))
             wanted = theirs.post_process_generation(text=text, task=name, image_size=size)
             found = florence2_answer(name, text, size, rules)
             assert found == wanted, (name, text, size)
             answers += isinstance(found[name], dict) and any(found[name].values())
-    assert answers > 1000
+    assert answers > 600
 
 
 def test_questions_equal_those_of_transformers(theirs: Florence2Processor) -> None:
@@ -119,4 +119,5 @@ def test_long_answers_are_parsed_in_linear_time() -> None:
     text = "word " * 40_000 + "\n" * 40_000 + "<loc_1>" * 7
     for task in TASKS:
         (answer,) = florence2_answer(task, text, (640, 480)).values()
-        assert isinstance(answer, str) or not answer.get("bboxes")
+        labels = [] if isinstance(answer, str) else answer.get("labels", answer.get("bboxes_labels"))
+        assert not any(labels)  # they would have several lines

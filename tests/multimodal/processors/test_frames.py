@@ -24,7 +24,7 @@ from tests.multimodal.processors.checkpoints import CASES
 from tests.multimodal.processors.test_bits import expanded
 from tests.multimodal.processors.test_videos import noise, prepared, resized_by_torch
 
-SIZES = st.tuples(st.integers(10, 300), st.integers(10, 300))
+SIZES = st.tuples(st.integers(10, 250), st.integers(10, 250))
 MEAN = {"gemma4": 0.0, "minicpmv": 0.5}
 STD = {"gemma4": 1.0, "minicpmv": 0.5}
 MODULES = {"gemma4": ("gemma4", "Gemma4"), "minicpmv": ("minicpmv4_6", "MiniCPMV4_6")}
@@ -98,7 +98,8 @@ class Oracle:
             metadata = VideoMetadata(count, fps, frames_indices=list(range(0, 40 * count, 40)))
             return str(processor.replace_video_token(me, {**processed, "video_metadata": [metadata]}, 0))
         me = SimpleNamespace(**MARKERS, video_token="<|video_pad|>", video_slice_mode=True)
-        return str(processor.replace_video_token(me, processed, 0, video_token_divisor=16))
+        arrays = {key: np.asarray(value) for key, value in processed.items()}
+        return str(processor.replace_video_token(me, arrays, 0, video_token_divisor=16))
 
 
 @pytest.fixture(scope="module", params=sorted(MODULES))
@@ -111,12 +112,17 @@ def processor(name: str, tmp_path_factory: pytest.TempPathFactory) -> Processor:
     return CASES[name].read(tmp_path_factory.mktemp("checkpoint"))
 
 
-@given(size=SIZES, count=st.integers(1, 4), seed=st.integers(0, 9))
-@settings(max_examples=25, deadline=None)
+@pytest.fixture(scope="module")
+def oracle(name: str) -> Oracle:
+    return Oracle(name)
+
+
+@given(size=SIZES, count=st.integers(1, 3), seed=st.integers(0, 9))
+@settings(max_examples=20, deadline=None)
 def test_frames_and_placeholders_equal_those_of_transformers(
-    name: str, processor: Processor, size: tuple[int, int], count: int, seed: int
+    processor: Processor, oracle: Oracle, size: tuple[int, int], count: int, seed: int
 ) -> None:
-    oracle, frames, fps = Oracle(name), noise(count, size, seed), 2.5
+    frames, fps = noise(count, size, seed), 2.5
     assert processor.videos is not None
     chosen = tuple(range(0, 40 * count, 40))
     clip = processor.videos.sample(VideoFacts(40 * count, size, fps, False, chosen), {})
@@ -141,7 +147,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoProcessor
 
 
 @given(total=st.integers(1, 6000), fps=st.floats(0.5, 120), most=st.integers(1, 200))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_minicpm_samples_the_frames_of_transformers(
     videos: dict[str, VideoProcessor], total: int, fps: float, most: int
 ) -> None:
@@ -155,7 +161,7 @@ def test_minicpm_samples_the_frames_of_transformers(
 @given(
     total=st.integers(1, 600), fps=st.floats(0.5, 120), count=st.integers(1, 90), wanted=st.floats(0.1, 30)
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_gemma4_samples_the_frames_of_transformers(
     videos: dict[str, VideoProcessor], total: int, fps: float, count: int, wanted: float
 ) -> None:
