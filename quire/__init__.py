@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.entrypoints.llm import LLM
     from quire.inputs import PairPrompt, PromptType, TextPrompt, TokensPrompt
     from quire.models.registry import ModelRegistry
+    from quire.multimodal.processors.florence_tasks import florence2_answer
     from quire.outputs import CompletionOutput, RequestOutput
     from quire.pooling.outputs import (
         ClassificationOutput,
@@ -63,6 +64,7 @@ _LAZY = {
     "PoolingRequestOutput": "quire.pooling.outputs",
     "ScoringOutput": "quire.pooling.outputs",
     "ScoringRequestOutput": "quire.pooling.outputs",
+    "florence2_answer": "quire.multimodal.processors.florence_tasks",
 }
 
 __all__ = [
@@ -94,6 +96,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "__version__",
+    "florence2_answer",
 ]
 
 

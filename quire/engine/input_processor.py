@@ -246,15 +246,23 @@ class InputProcessor:
         ]
         return AddRequest(first, forks).requests()
 
-    def default_beam_search_params(self) -> BeamSearchParams:
-        """Return the beam search of an encoder-decoder checkpoint's generation config.
+    def beam_search_params(self, params: BeamSearchParams | None = None) -> BeamSearchParams:
+        """Return parameters with the special tokens that belong to the model's texts.
+
+        Args:
+            params: None: those of an encoder-decoder checkpoint's generation config.
 
         Raises:
-            ValidationError: the model is none.
+            ValidationError: there are none, and the model is no such one.
         """
-        if self.encoder_prompts is None:
-            raise ValidationError("beam search needs parameters: this model has no encoder", param="params")
-        found: BeamSearchParams = self.encoder_prompts.default_search()
+        encoder = self.encoder_prompts
+        if encoder is None:
+            if params is None:
+                raise ValidationError(
+                    "beam search needs parameters: this model has no encoder", param="params"
+                )
+            return params
+        found: BeamSearchParams = encoder.shown(encoder.default_search() if params is None else params)
         return found
 
     def process_pooling(

@@ -293,12 +293,18 @@ class Tokenizer:
         """Return a lower bound of the tokens of `text`, from its length alone; 0 if none is known."""
         return -(-len(text) // self._max_chars_per_token) if self._max_chars_per_token else 0
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True, shown: Sequence[int] = ()) -> str:
         """Return the text of `ids`; ids without a token are skipped.
 
         Bytes that are no valid UTF-8 become U+FFFD, one for each maximal subpart (Unicode 15, 3.9), and never consume
         a valid neighbouring character.
+
+        Args:
+            shown: special tokens that are not skipped.
         """
+        if skip_special_tokens and shown:
+            hidden, skip_special_tokens = self.special_ids.difference(shown), False
+            ids = [token_id for token_id in ids if token_id not in hidden]
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         if REPLACEMENT not in text:
             return text

@@ -57,7 +57,7 @@ class LLM(OfflineLLM):
             ValidationError: a prompt or a parameter is invalid; nothing was searched.
             EngineError: a search failed.
         """
-        params = params or self.llm_engine.input_processor.default_beam_search_params()
+        params = self.llm_engine.input_processor.beam_search_params(params)
         all_prompts = list(map(self._with_media, as_prompts(prompts)))
         size = concurrency_limit or max(len(all_prompts), 1)
         if size < 0:
@@ -164,8 +164,13 @@ def beam_search_output(
             )
         tokens = [*([] if has_encoder else output.prompt_token_ids), *one.token_ids]
         is_silent = one.finish_reason == "stop" and not params.include_stop_str_in_output
-        shown, skip = tokens[: len(tokens) - is_silent], params.skip_special_tokens
-        text = None if tokenizer is None else tokenizer.decode(shown, skip_special_tokens=skip)
+        text = None
+        if tokenizer is not None:
+            text = tokenizer.decode(
+                tokens[: len(tokens) - is_silent],
+                skip_special_tokens=params.skip_special_tokens,
+                shown=params.shown_special_token_ids,
+            )
         logprobs, total = list(one.logprobs or ()), one.cumulative_logprob or 0.0
         sequences.append(
             BeamSearchSequence(

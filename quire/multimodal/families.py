@@ -67,6 +67,7 @@ FAMILIES: dict[str, Family] = {
         f"{_PROCESSORS}.gemma4:Gemma4Processor",
         f"{_TOWERS}.gemma4:Gemma4Tower",
         images="one run of up to 70 to 1120 tokens, as asked, between markers",
+        videos="an image's run for each frame, of up to 70 tokens, after its time",
         sounds="one run of 25 tokens a second between markers, at most 30 s (E2B, E4B)",
     ),
     "Idefics3ForConditionalGeneration": Family(
@@ -105,6 +106,7 @@ FAMILIES: dict[str, Family] = {
         f"{_PROCESSORS}.minicpmv:MiniCPMVProcessor",
         f"{_TOWERS}.minicpmv:MiniCPMVTower",
         images="the whole image, then up to 9 slices in rows, each a run between markers",
+        videos="each frame as an image, one after another",
     ),
     "Mistral3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.pixtral:PixtralProcessor",

@@ -16,15 +16,20 @@ from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
 from quire.models.vision_rows import SWIN
+from quire.seq2seq.florence_prompts import FlorencePrompts
 from quire.seq2seq.prompts import DECODER, ENCODER, EncoderPrompts, PromptOptions
 from quire.seq2seq.settings import whole_config
+
+_OWN_PROMPTS: dict[str, type[EncoderPrompts]] = {"Florence2ForConditionalGeneration": FlorencePrompts}
+"""Architecture -> prompts of a kind of its own."""
 
 
 def prompts_of(config: EngineConfig, tokenizer: Tokenizer | None) -> EncoderPrompts:
     """Return the prompts of a model. Raises ModelLoadError: its generation config is malformed."""
     part_of = config.arch.part_of
     assert part_of is not None, "an encoder belongs to a whole model"
-    return (ImagePrompts if part_of.reads_images else EncoderPrompts)(config, tokenizer)
+    usual = ImagePrompts if part_of.reads_images else EncoderPrompts
+    return _OWN_PROMPTS.get(part_of.architecture, usual)(config, tokenizer)
 
 
 class ImagePrompts(EncoderPrompts):

@@ -252,6 +252,10 @@ class EncoderPrompts:
             num_forced_tokens=prompt.num_forced,
         )
 
+    def shown(self, params: BeamSearchParams) -> BeamSearchParams:
+        """Return beam search parameters with the special tokens that belong to the model's texts."""
+        return params
+
     def default_search(self) -> BeamSearchParams:
         """Return the checkpoint's own beam search, with lengths of generated tokens."""
         num_prompt = len(self._decoder_ids(PromptOptions())[0])

@@ -3,20 +3,27 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tokenizers
 import torch
 import transformers
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, florence2_answer
+from quire.config import EngineConfig, ServerConfig
+from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.openai.app import build_app
 from quire.errors import ValidationError
+from quire.sampling_params import BeamSearchParams
 from tests.seq2seq.images import END, PAD, START, VOCAB, WORDS, picture
 from tests.seq2seq.test_models import found
 
@@ -58,6 +65,12 @@ TEXT = {
     "decoder_start_token_id": START,
 }
 NUM_ROWS = 10  # 3 x 3 patches and their mean
+FIRST_WORD = 20
+QUESTION_WORDS = ["Locate", "the", "region", "proposals", "in", "image", ".", "What", "is", "?"]
+PROPOSALS = [20, 21, 22, 23, 24, 21, 25, 26]  # Locate the region proposals in the image.
+PLACES = {"<loc_100>": 91, "<loc_200>": 92, "<sep>": 93}
+BOX = [20, 20, 20, 20]
+"""Pixels of <loc_100> four times, in an image of 200 x 200."""
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +87,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     model.tie_weights()
     model.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(OPTIONS))
-    backend = tokenizers.Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
+    named = dict(enumerate(QUESTION_WORDS, FIRST_WORD))
+    words = {named.get(token_id, word): token_id for word, token_id in WORDS.items()}
+    backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>", "<image>"])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>", "<image>", *PLACES])
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", END)]
     )
@@ -145,3 +161,71 @@ def test_florence_chat_and_wrong_prompts(loaded: tuple[Any, LLM]) -> None:
     ):
         with pytest.raises(ValidationError, match=message):
             llm.generate([prompt], GREEDY, use_tqdm=False)
+
+
+def test_tasks_become_questions_and_places_stay(loaded: tuple[Any, LLM]) -> None:
+    _, llm = loaded
+    image = picture(1, 200, 200)
+    asked = [0, *PROPOSALS, END]
+    seen: dict[str, Any] = {"prompt": "<REGION_PROPOSAL>", "multi_modal_data": {"image": image}}
+    params = SamplingParams(temperature=0.0, max_tokens=8, logit_bias={91: 100.0}, ignore_eos=True)
+    with_image, alone, region = llm.generate(
+        [seen, "<REGION_PROPOSAL>", {"prompt": "<REGION_TO_CATEGORY><loc_200>"}], params, use_tqdm=False
+    )
+    assert with_image.prompt_token_ids == [*[IMAGE] * NUM_ROWS, *asked]
+    assert alone.prompt_token_ids == asked
+    assert region.prompt_token_ids == [0, 27, 28, 21, 22, 92, 29, END]
+    text = with_image.outputs[0].text
+    assert text == "<loc_100>" * 8
+    answer = {"<REGION_PROPOSAL>": {"bboxes": [BOX, BOX], "labels": ["", ""]}}
+    assert florence2_answer("<REGION_PROPOSAL>", text, image.size) == answer
+    (ended,) = llm.generate(["w5"], params.clone(logit_bias={END: 100.0}, ignore_eos=False), use_tqdm=False)
+    assert ended.outputs[0].text == ""
+    with pytest.raises(ValidationError, match="<OD> takes no text beside it, got 'w5'; tasks with"):
+        llm.generate([{**seen, "prompt": "<OD>w5"}], params, use_tqdm=False)
+    (searched,) = llm.beam_search([seen], BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True))
+    for sequence in searched.sequences:
+        places = [token for token in sequence.tokens if token in PLACES.values()]
+        assert sequence.text.count("<") == len(places) + sum(token in (3, 90) for token in sequence.tokens)
+
+
+@pytest.fixture
+async def client(checkpoint: tuple[Any, Path]) -> AsyncIterator[httpx.AsyncClient]:
+    config = EngineConfig.from_args(model=str(checkpoint[1]), dtype="float32", gpu_memory_utilization=0.02)
+    engine = AsyncLLM(config, in_process=True)
+    await engine.wait_ready()
+    app = build_app(engine, ServerConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://quire/v1") as made:
+        yield made
+    app.state.server.media.close()
+    await engine.shutdown()
+
+
+def asked_of(task: str, **more: Any) -> dict[str, Any]:
+    data = io.BytesIO()
+    picture(1, 200, 200).save(data, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+    parts = [{"type": "text", "text": task}, {"type": "image_url", "image_url": {"url": url}}]
+    messages = [{"role": "user", "content": parts}]
+    return {"messages": messages, "temperature": 0, "max_tokens": 8, "ignore_eos": True, **more}
+
+
+async def test_chat_returns_the_parsed_answer_of_a_task(client: httpx.AsyncClient) -> None:
+    body = asked_of("<REGION_PROPOSAL>", logit_bias={"91": 100}, n=2)
+    reply = (await client.post("/chat/completions", json=body)).json()
+    wanted = {"<REGION_PROPOSAL>": {"bboxes": [BOX, BOX], "labels": ["", ""]}}
+    for choice in reply["choices"]:
+        assert choice["message"]["content"] == "<loc_100>" * 8
+        assert choice["task_answer"] == wanted
+    streamed = (await client.post("/chat/completions", json={**body, "stream": True})).text
+    lines = [line.removeprefix("data: ") for line in streamed.splitlines() if line.startswith("data: {")]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    assert [choice["task_answer"] for choice in choices if choice["finish_reason"]] == [wanted] * 2
+    assert not any("task_answer" in choice for choice in choices if not choice["finish_reason"])
+    searched = asked_of("<REGION_TO_CATEGORY> w5", use_beam_search=True)
+    (choice,) = (await client.post("/chat/completions", json=searched)).json()["choices"]
+    assert choice["task_answer"] == {"<REGION_TO_CATEGORY>": choice["message"]["content"].strip()}
+    (plain,) = (await client.post("/chat/completions", json=asked_of("w5"))).json()["choices"]
+    assert "task_answer" not in plain
+    wrong = await client.post("/chat/completions", json=asked_of("<OD><OCR>"))
+    assert (wrong.status_code, "2 tasks" in wrong.json()["error"]["message"]) == (400, True)

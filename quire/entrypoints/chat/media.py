@@ -11,9 +11,10 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
@@ -50,11 +51,15 @@ PROMPT_FIELDS = ("multi_modal_data", OPTIONS, "multi_modal_uuids")
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """Token ids of a prompt, and the media at their places; `admitted` keeps the media's files alive."""
+    """Token ids of a prompt, and the media at their places; `admitted` keeps the media's files alive.
+
+    `parse` returns the text of an answer as a JSON object, if the prompt names a task about its image.
+    """
 
     token_ids: list[int]
     media: list[MediaItem] = field(default_factory=list)
     admitted: AdmittedMedia | None = None
+    parse: Callable[[str], dict[str, Any]] | None = None
 
     @property
     def num_media_tokens(self) -> Mapping[str, int]:
@@ -184,6 +189,8 @@ class MediaGate:
         Raises:
             ValidationError: a text is not valid Unicode, or the placeholders do not match the media.
         """
+        if self._door is not None and self._door.processor.leads:
+            return self._encode_question(chat, tokenizer, admitted)
         if admitted is None or self._door is None:
             return EncodedChat(chat.encode(tokenizer))
         if self._door.processor.num_encoded:
@@ -191,9 +198,25 @@ class MediaGate:
             return self._before_decoder(tokenizer.encode(text, add_special_tokens=False), admitted)
         items = _in_order(chat.media_kinds(), admitted.items)
         texts = _texts_of(items)
-        if self._door.processor.leads:
-            return self._expanded(tokenizer.encode(chat.with_media(texts).text), tokenizer, items, admitted)
         return self._expanded(chat.with_media(texts).encode(tokenizer), tokenizer, items, admitted)
+
+    def _encode_question(
+        self, chat: RenderedChat, tokenizer: Tokenizer, admitted: AdmittedMedia | None
+    ) -> EncodedChat:
+        """Return a text that may name a task, for an encoder that reads an image before it.
+
+        Raises:
+            ValidationError: as `encode`, or the task does not go with the text beside it.
+        """
+        items = [] if admitted is None else _in_order(chat.media_kinds(), admitted.items)
+        texts = _texts_of(items)
+        task = self._required("prompt").processor.read_task(chat.with_media([""] * len(items)).text)
+        text = chat.with_media(texts).text if task is None else "".join(texts) + task.text
+        token_ids = tokenizer.encode(text) if text else []
+        found = self._expanded(token_ids, tokenizer, items, admitted)
+        if task is None or not items:
+            return found
+        return replace(found, parse=partial(task.parse, size=items[0].layout.size))
 
     def _before_decoder(self, token_ids: list[int], admitted: AdmittedMedia) -> EncodedChat:
         """Return the decoder's prompt with the image that its encoder reads.
@@ -210,7 +233,11 @@ class MediaGate:
         return EncodedChat(token_ids, [place], admitted)
 
     def _expanded(
-        self, token_ids: list[int], tokenizer: Tokenizer, items: list[PreparedItem], admitted: AdmittedMedia
+        self,
+        token_ids: list[int],
+        tokenizer: Tokenizer,
+        items: list[PreparedItem],
+        admitted: AdmittedMedia | None,
     ) -> EncodedChat:
         from quire.multimodal.door.layout import Expansion
 
@@ -236,8 +263,8 @@ class MediaGate:
         if ids is None:
             known = {marker: kind for kind, marker in markers.items()}
             given, leading = str(prompt.get("prompt", "")), next(iter(known), "")
-            if door.processor.leads and leading not in given:
-                given = leading * len(admitted.items) + given
+            if door.processor.leads:
+                given = self._question(given, leading, len(admitted.items))
             pieces = re.split(f"({'|'.join(map(re.escape, known))})", given)
             items = _checked_order([known[each] for each in pieces[1::2]], markers, admitted)
             pieces[1::2] = _texts_of(items)
@@ -250,6 +277,13 @@ class MediaGate:
             text = next(fill) if token_id in kinds else None
             encoded += [token_id] if text is None else tokenizer.encode(text, add_special_tokens=False)
         return self._expanded(encoded, tokenizer, items, admitted)
+
+    def _question(self, given: str, marker: str, num_items: int) -> str:
+        """Return a prompt with markers, and with a task in words."""
+        task = self._required("prompt").processor.read_task(given.replace(marker, ""))
+        count = given.count(marker)
+        given = given if task is None else marker * count + task.text
+        return given if count else marker * num_items + given
 
     def _required(self, where: str) -> MediaDoor:
         if self._door is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fastapi import APIRouter
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -291,6 +291,7 @@ class ChatAnswerWriter:
         self._begin = PromptEnd()
         self._encoded = EncodedChat([])  # Keeps files of images as long as this answer.
         self._choices: dict[int, ChatChoiceBuilder] = {}
+        self._texts: dict[int, str] = {}  # Of choices that are parsed at their ends.
 
     @property
     def num_sequences(self) -> int:
@@ -358,7 +359,8 @@ class ChatAnswerWriter:
         )
 
     def frames(self, prompt_lengths: list[int]) -> ChatFrames:
-        shows_tokens = bool(self._request.logprobs or self._request.return_token_ids)
+        request = self._request
+        shows_tokens = bool(request.logprobs or request.return_token_ids or self._encoded.parse)
         return ChatFrames(self, self.stream_usage(prompt_lengths), shows_tokens=shows_tokens)
 
     def stream_usage(self, prompt_lengths: list[int]) -> StreamUsage:
@@ -390,6 +392,7 @@ class ChatAnswerWriter:
             found = builder.read(completion.text, completion.token_ids, reason, was_cut=completion.was_cut)
             usage.note_reasoning(self._reasoning_tokens)
             *earlier, last = self._chunk_choices(completion, builder.arranged(found, reason))
+            last.task_answer = self._task_answer(completion)
             usage_fields = usage.chunk_fields(0, completion)
             for choice in earlier:
                 yield self.chunk([choice], usage.opening_fields())
@@ -424,7 +427,16 @@ class ChatAnswerWriter:
             finish_reason=self._finish_reason(part),
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if self._request.return_token_ids else UNSET,
+            task_answer=self._task_answer(completion),
         )
+
+    def _task_answer(self, completion: CompletionOutput) -> dict[str, Any] | UnsetType:
+        """Add a piece of text, and return the parsed answer if it is the last one of its choice."""
+        if self._encoded.parse is None:
+            return UNSET
+        text = self._texts.get(completion.index, "") + completion.text
+        self._texts[completion.index] = text
+        return UNSET if completion.finish_reason is None else self._encoded.parse(text)
 
     def _openings(self) -> list[ChatChunkChoice]:
         """Return the first chunk of every choice, which carries the role."""

@@ -49,10 +49,12 @@ def name_of(kind: str) -> str:
     return NAMES.get(ITEM_KINDS.get(kind, kind), IMAGE)
 
 
-def layout_of(prepared: Prepared, num_pixels: int = 0) -> PlaceholderLayout:
+def layout_of(prepared: Prepared, num_pixels: int = 0, size: tuple[int, int] = (0, 0)) -> PlaceholderLayout:
+    """Return the layout of an item; `size` is an image's (width, height)."""
     runs = [list(run.pieces) for run in prepared.runs]
+    seconds = prepared.seconds_per_frame
     return PlaceholderLayout(
-        prepared.text, runs, prepared.grid, prepared.both_ways, num_pixels, prepared.seconds_per_frame
+        prepared.text, runs, prepared.grid, prepared.both_ways, num_pixels, seconds, size=size
     )
 
 
@@ -149,11 +151,11 @@ def prepare_image(
     processor: Processor, image: Image.Image, options: Mapping[str, Any]
 ) -> tuple[dict[str, NDArray[Any]], PlaceholderLayout]:
     """Return the arrays and the layout of an image. Raises ValidationError as `Processor.prepare`."""
-    num_pixels = image.width * image.height
+    size, num_pixels = image.size, image.width * image.height
     try:
         prepared = processor.prepare(image, options)
     except (MemoryError, ClientError):
         raise
     except (ValueError, OSError) as error:  # a mode that Pillow cannot convert
         raise ValidationError(f"the image cannot be converted to RGB: {type(error).__name__}") from None
-    return prepared.arrays, layout_of(prepared, num_pixels)
+    return prepared.arrays, layout_of(prepared, num_pixels, size)

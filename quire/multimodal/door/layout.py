@@ -28,6 +28,7 @@ class PlaceholderLayout(msgspec.Struct, frozen=True):
         runs: pairs of token and count for each placeholder of `text`.
         num_pixels: of the decoded image, or of all frames that were read of a video.
         seconds: length of a sound.
+        size: (width, height) of an image as decoded; zeros for others.
     """
 
     text: str
@@ -37,6 +38,7 @@ class PlaceholderLayout(msgspec.Struct, frozen=True):
     num_pixels: int = 0
     seconds_per_frame: float = 0.0
     seconds: float = 0.0
+    size: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

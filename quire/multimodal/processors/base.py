@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,20 @@ class Prepared:
     grid: tuple[int, int, int] = (0, 0, 0)
     both_ways: bool = False
     seconds_per_frame: float = 0.0
+
+
+class TaskParser(Protocol):
+    """Parser of an answer about an image; `size` is the image's (width, height)."""
+
+    def __call__(self, text: str, size: tuple[int, int]) -> dict[str, Any]:
+        """Return the answer as a JSON object."""
+
+
+class MediaTask(NamedTuple):
+    """Prompt in words for a task that its text names, and the parser of the answer."""
+
+    text: str
+    parse: TaskParser
 
 
 class Processor(abc.ABC):
@@ -138,6 +152,14 @@ class Processor(abc.ABC):
             "of them; send the image",
             param="messages",
         )
+
+    def read_task(self, text: str) -> MediaTask | None:
+        """Return the task that a prompt's text names; None: the text is as the model reads it.
+
+        Raises:
+            ValidationError: the task does not go with the rest of the text.
+        """
+        return None
 
     def checked_options(self, given: object, kind: str = IMAGE) -> dict[str, Any]:
         """Return a request's options for items of a kind, without their scope.

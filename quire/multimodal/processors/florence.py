@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,15 @@ from PIL import Image
 
 from quire.errors import ModelLoadError
 from quire.models.json_object import JsonObject
-from quire.multimodal.processors.base import Arrays, Placeholders, Prepared, check_prepared_pixels
+from quire.multimodal.processors.base import (
+    Arrays,
+    MediaTask,
+    Placeholders,
+    Prepared,
+    check_prepared_pixels,
+)
 from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
+from quire.multimodal.processors.florence_tasks import AnswerRules, florence2_answer, read_question
 from quire.multimodal.processors.pixels import (
     BICUBIC,
     CLIP_MEAN,
@@ -51,12 +59,20 @@ class FlorenceProcessor(FilesProcessor):
                 f"{image.where}: image_seq_length must be {count}, the rows of the encoder's image"
             )
         self._runs = (Placeholders(((self.placeholder, count),)),)
+        self._rules = AnswerRules.of(files.processor)
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         check_prepared_pixels(self._size[0] * self._size[1])
         pixels = pixels_of(resized(as_rgb(image), self._size, self._resample))
         arrays: Arrays = {PIXELS: np.ascontiguousarray(pixels), TABLE: self._table}
         return Prepared(arrays, self.placeholder, self._runs)
+
+    def read_task(self, text: str) -> MediaTask | None:
+        """See `Processor.read_task`."""
+        question = read_question(text)
+        if question is None:
+            return None
+        return MediaTask(question.text, partial(florence2_answer, question.task, rules=self._rules))
 
     @staticmethod
     def floats(arrays: Mapping[str, NDArray[Any]]) -> Arrays:

@@ -42,7 +42,7 @@ from quire.multimodal.processors.pixels import (
     square_of,
     table_of,
 )
-from quire.multimodal.processors.video import Clip, VideoFacts, VideoProcessor, counts_of, too_short
+from quire.multimodal.processors.video import Clip, ResizedVideos, VideoFacts, counts_of, too_short
 
 NEXT_PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 _SIDES = range(384, 2305, 384)
@@ -135,7 +135,7 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
         return most_tiles(config)
 
 
-class LlavaOnevisionVideos(VideoProcessor):
+class LlavaOnevisionVideos(ResizedVideos):
     """Processor of frames that are squares, each pooled to a quarter of its features.
 
     Args:
@@ -163,7 +163,7 @@ class LlavaOnevisionVideos(VideoProcessor):
     def _size(self, clip: Clip, video: JsonObject) -> Size:
         return square_of(video, "size", 384)
 
-    def _prepared(self, clip: Clip, pixels: NDArray[np.uint8]) -> Prepared:
+    def _prepared(self, clip: Clip, pixels: NDArray[np.uint8], video: JsonObject) -> Prepared:
         count = len(pixels) * self._each + 1
         runs = (Placeholders(((self.placeholder, count),)),)
         return Prepared({PIXELS: pixels, TABLE: self._table}, self.placeholder, runs)

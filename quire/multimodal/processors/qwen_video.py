@@ -21,8 +21,8 @@ from quire.multimodal.processors.qwen_vl import PATCH, QwenVLProcessor, rounded_
 from quire.multimodal.processors.video import (
     USUAL_FPS,
     Clip,
+    ResizedVideos,
     VideoFacts,
-    VideoProcessor,
     counts_of,
     too_short,
 )
@@ -32,10 +32,10 @@ BUDGET = 0.9  # Part of `max_video_tokens` that frames of a capped video share.
 FLOOR = 1.05
 
 
-class Qwen2VLVideos(VideoProcessor):
+class Qwen2VLVideos(ResizedVideos):
     """Processor whose frames have a number of pixels within limits each."""
 
-    OPTIONS = VideoProcessor.OPTIONS | {"min_frames", "max_frames", "min_pixels", "max_pixels"}
+    OPTIONS = ResizedVideos.OPTIONS | {"min_frames", "max_frames", "min_pixels", "max_pixels"}
     patch_size = 14
     sizes = (128 * 28 * 28, 28 * 28 * 768)
     """Usual least and most pixels."""
@@ -86,7 +86,7 @@ class Qwen2VLVideos(VideoProcessor):
             raise video.wrong("min_pixels", f"at most max_pixels, which is {most}")
         return least, most
 
-    def _prepared(self, clip: Clip, pixels: NDArray[np.uint8]) -> Prepared:
+    def _prepared(self, clip: Clip, pixels: NDArray[np.uint8], video: JsonObject) -> Prepared:
         frames = -(-len(pixels) // self._frames)
         rows, columns = (side // self._factor for side in pixels.shape[1:3])
         patch = np.array([self._patch, self._merge, self._frames], np.int64)
@@ -114,7 +114,7 @@ class Qwen25VLVideos(Qwen2VLVideos):
 class Qwen3VLVideos(Qwen2VLVideos):
     """Processor whose limits of pixels cover all frames, with a time before each pair of them."""
 
-    OPTIONS = VideoProcessor.OPTIONS
+    OPTIONS = ResizedVideos.OPTIONS
     samples_arrays = True
     patch_size = 16
     sizes = (128 * 32 * 32, 32 * 32 * 768)

@@ -137,9 +137,15 @@ def filter_of(image: JsonObject, usual: int) -> int:
 def fused_table(image: JsonObject, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
     """Return the table [3, 256] of a processor on torchvision, whose mean and deviation are scaled, not its pixels.
 
+    Without `do_normalize` pixels are scaled.
+
     Raises:
-        StartupError: an option is malformed, or switches a step off.
+        StartupError: an option is malformed, or switches another step off.
     """
+    if not image.flag("do_normalize", True):
+        image.only("do_rescale", True)
+        plain = np.arange(256, dtype=np.float32) * np.float32(image.number("rescale_factor", FACTOR))
+        return np.tile(plain, (3, 1))
     means, stds = stats_of(image, mean, std)
     scale = np.float32(1.0 / image.number("rescale_factor", FACTOR))
     scaled_means, scaled_stds = (np.array(values, np.float32) * scale for values in (means, stds))

@@ -121,6 +121,7 @@ class VideoProcessor(abc.ABC):
         last = facts.num_frames - 1
         return Clip(facts, tuple(min(index, last) for index in indices))
 
+    @abc.abstractmethod
     def prepare(
         self, clip: Clip, frames: Iterable[NDArray[np.uint8]], options: Mapping[str, Any]
     ) -> Prepared:
@@ -129,13 +130,6 @@ class VideoProcessor(abc.ABC):
         Raises:
             ValidationError: the video or an option is not possible for this model.
         """
-        with request_errors():
-            size = self._size(clip, self._with(options))
-        check_video_pixels(len(clip.indices), size)
-        pixels = np.empty((len(clip.indices), *size, 3), np.uint8)
-        for place, frame in zip(pixels, frames, strict=True):
-            place[:] = resampled(frame, size, self._resample)
-        return self._prepared(clip, pixels)
 
     def _with(self, options: Mapping[str, Any]) -> JsonObject:
         """Return the checkpoint's options with a request's; a number of frames replaces a rate, and a rate a number."""
@@ -147,13 +141,30 @@ class VideoProcessor(abc.ABC):
     def _sampled(self, facts: VideoFacts, video: JsonObject) -> list[int]:
         """Return the indices of the frames to read."""
 
+
+class ResizedVideos(VideoProcessor):
+    """Processor that gives all frames of a video one size."""
+
+    def prepare(
+        self, clip: Clip, frames: Iterable[NDArray[np.uint8]], options: Mapping[str, Any]
+    ) -> Prepared:
+        """See `VideoProcessor.prepare`."""
+        with request_errors():
+            video = self._with(options)
+            size = self._size(clip, video)
+        check_video_pixels(len(clip.indices), size)
+        pixels = np.empty((len(clip.indices), *size, 3), np.uint8)
+        for place, frame in zip(pixels, frames, strict=True):
+            place[:] = resampled(frame, size, self._resample)
+        return self._prepared(clip, pixels, video)
+
     @abc.abstractmethod
     def _size(self, clip: Clip, video: JsonObject) -> Size:
         """Return the (height, width) to which frames are resized."""
 
     @abc.abstractmethod
-    def _prepared(self, clip: Clip, pixels: NDArray[np.uint8]) -> Prepared:
-        """Return the arrays and placeholders of resized frames [T, H, W, 3]."""
+    def _prepared(self, clip: Clip, pixels: NDArray[np.uint8], video: JsonObject) -> Prepared:
+        """Return the arrays and placeholders of resized frames [T, H, W, 3]; `video` has been read by `_size`."""
 
 
 def check_video_pixels(num_frames: int, size: Size) -> None:

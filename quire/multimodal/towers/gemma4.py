@@ -8,7 +8,7 @@ Shapes: n patches of an image, C channels, h heads of size D, m embeddings, H hi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.slot import Slot, TensorPart
 from quire.models.families.fields import GATED_ACTIVATIONS
 from quire.models.json_object import JsonObject
-from quire.multimodal.processors.gemma4 import PLACES, VALUES
+from quire.multimodal.processors.gemma4 import PLACES, VALUES, VIDEO_PLACES, VIDEO_VALUES
 from quire.multimodal.processors.sound import FEATURES
 from quire.multimodal.processors.usm import CHANNELS_KEY, channels_of
 from quire.multimodal.towers.base import (
@@ -201,9 +201,18 @@ class Gemma4Vision(Module):
         return LearnedTable(*shape, config=self.tower[0].config, name=name)
 
     def slices(self, arrays: Arrays) -> Slices:
-        """Compute [m, H] from patches [1, n', 3 * p * p] and their columns and rows [1, n', 2], -1 where is none."""
+        """Compute [m, H] from the patches [1, n', 3 * p * p] of an image and their columns and rows [1, n', 2], -1
+        where is none; of a video [T, n', 3 * p * p] and [T, n', 2], one frame at a time.
+        """
+        names = (VIDEO_VALUES, VIDEO_PLACES) if VIDEO_VALUES in arrays else (VALUES, PLACES)
+        found = []
+        for values, places in zip(*(arrays[name] for name in names), strict=True):
+            found.append((yield from self._frame(values, places)))
+        return Embeddings(torch.cat(found))
+
+    def _frame(self, values: NDArray[Any], places: NDArray[Any]) -> Generator[None, None, Tensor]:
         (tower,) = self.tower
-        values, across, down = self._patches(arrays)
+        values, across, down = self._patches(values, places)
         columns, rows = int(across.max()) + 1, int(down.max()) + 1
         x = yield from in_slices(self.patch, 2 * (values - np.float32(0.5)), tower)
         columns_of, rows_of = (torch.from_numpy(place.copy()).to(tower.device) for place in (across, down))
@@ -217,17 +226,19 @@ class Gemma4Vision(Module):
         pooled = torch.unflatten(squares, 1, (self.square**2, -1)).mean(1) * self.shape.channels**0.5
         if self.shift is not None and self.factor is not None:
             pooled = (pooled - self.shift.weight.float()) * self.factor.weight.float()
-        return Embeddings(self.projection(pooled.to(x.dtype)))
+        out: Tensor = self.projection(pooled.to(x.dtype))
+        return out
 
-    def _patches(self, arrays: Arrays) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    def _patches(
+        self, values: NDArray[Any], places: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Return patches [n, K], and the column and row of each.
 
         Raises:
             ValidationError: they are no whole rectangle of squares, or have no places in the table.
         """
-        values, places = arrays[VALUES], arrays[PLACES]
-        known = (places[0] >= 0).all(-1)
-        across, down = places[0, known].T
+        known = (places >= 0).all(-1)
+        across, down = places[known].T
         most = (int(across.max(initial=-1)) + 1, int(down.max(initial=-1)) + 1)
         whole = len(across) == most[0] * most[1] > 0 and not any(side % self.square for side in most)
         if not whole or max(most) > self.num_places:
@@ -235,7 +246,7 @@ class Gemma4Vision(Module):
                 f"an image of {most[1]} x {most[0]} patches has no embedding: sides must be multiples of "
                 f"{self.square}, at most {self.num_places}"
             )
-        return values[0, known], across, down
+        return values[known], across, down
 
     def _angles(self, across: Tensor, down: Tensor) -> Tensor:
         """Return [n, D]: cosines and sines by column, then those by row."""
@@ -337,7 +348,7 @@ class Gemma4Ears(Module):
 
 
 class Gemma4Tower(Tower):
-    """Tower of Gemma 4's images, and of its sounds if the model takes some."""
+    """Tower of Gemma 4's images and videos, and of its sounds if the model takes some."""
 
     parts: tuple[str, ...] = (f"{_AT}.", "embed_vision.")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tower of MiniCPM-V 4.6 (2026): SigLIP on images of any proportions, whose patches are merged inside and behind it.
+"""Tower of MiniCPM-V 4.6 (2026): SigLIP on images and frames of any proportions, patches merged inside and behind it.
 
 Shapes: n patches, C channels, m embeddings, H hidden size.
 """
@@ -7,9 +7,11 @@ Shapes: n patches, C channels, m embeddings, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
@@ -18,6 +20,7 @@ from quire.kernels import ops
 from quire.layers.base import Module
 from quire.layers.linear import QKVLinear
 from quire.models.json_object import JsonObject
+from quire.multimodal.processors.minicpmv import IMAGE_NAMES, VIDEO_NAMES
 from quire.multimodal.towers.base import (
     NO_STEP,
     Arrays,
@@ -34,8 +37,8 @@ from quire.multimodal.towers.base import (
 from quire.multimodal.towers.block import BlockShape, TowerBlock, tower_norm
 from quire.worker.media_rows import Embeddings
 
-Grids = list[tuple[int, int]]
-"""Rows and columns of each tile's patches."""
+Grid = tuple[int, int]
+"""Rows and columns of a tile's patches."""
 _AT = "vision_tower"
 _SQUARE = 2  # Side in patches of what is merged at a time.
 _EPS = 1e-6
@@ -98,36 +101,42 @@ class MiniCPMVTower(Tower):
         )
 
     def slices(self, arrays: Arrays) -> Slices:
-        grids = [(int(rows), int(columns)) for rows, columns in arrays["target_sizes"].reshape(-1, 2)]
-        pixels = arrays["pixel_values"][0]
+        """Compute the tiles of an image or of a video's frames, one at a time."""
+        values, sizes = VIDEO_NAMES if VIDEO_NAMES[0] in arrays else IMAGE_NAMES
+        pixels = arrays[values][0]
         colours, side, _ = pixels.shape
         patches = pixels.reshape(colours, side, -1, side).transpose(2, 0, 1, 3)
-        x = yield from in_slices(self.patch, np.ascontiguousarray(patches.reshape(len(patches), -1)), self)
-        x = x + ops.embedding(self._places(grids), self.positions.weight)
+        found, start = [], 0
+        for rows, columns in arrays[sizes].reshape(-1, 2).tolist():
+            own = patches[start : start + rows * columns]
+            found.append((yield from self._tile(np.ascontiguousarray(own), (rows, columns))))
+            start += rows * columns
+        return Embeddings(torch.cat(found))
+
+    def _tile(self, patches: NDArray[Any], grid: Grid) -> Generator[None, None, Tensor]:
+        """Compute [m, H] of patches [n, 3, p, p]."""
+        x = yield from in_slices(self.patch, patches.reshape(len(patches), -1), self)
+        x = x + ops.embedding(self._places(grid), self.positions.weight)
         for number, block in enumerate(self.blocks):
             assert isinstance(block, TowerBlock)
-            lengths = [rows * columns for rows, columns in grids]
-            x = yield from block.slices(x, sequences(lengths, self.device))
+            x = yield from block.slices(x, sequences([len(x)], self.device))
             if self.inner is not None and number == self.inner_at:
-                x = yield from self.inner.slices(x, grids)
-                grids = halved(grids)
-        return Embeddings((yield from self._merged(self.post_norm(x), grids)))
+                x = yield from self.inner.slices(x, grid)
+                grid = halved(grid)
+        return (yield from self._merged(self.post_norm(x), grid))
 
-    def _merged(self, x: Tensor, grids: Grids) -> Generator[None, None, Tensor]:
+    def _merged(self, x: Tensor, grid: Grid) -> Generator[None, None, Tensor]:
         for merger in self.mergers:
-            x = merger(squares_of(x, grids))
-            grids = halved(grids)
+            x = merger(squares_of(x, grid))
+            grid = halved(grid)
             yield
         return x
 
-    def _places(self, grids: Grids) -> Tensor:
+    def _places(self, grid: Grid) -> Tensor:
         """Return [n] the learned position that is nearest to each patch, as a share of the image."""
         edges = torch.arange(1 / self.side, 1.0, 1 / self.side)
-        found = []
-        for grid in grids:
-            rows, columns = (torch.bucketize(torch.arange(side) / side, edges, right=True) for side in grid)
-            found.append((rows[:, None] * self.side + columns).flatten())
-        return torch.cat(found).to(self.device)
+        rows, columns = (torch.bucketize(torch.arange(side) / side, edges, right=True) for side in grid)
+        return (rows[:, None] * self.side + columns).flatten().to(self.device)
 
 
 class WindowMerger(Module):
@@ -155,10 +164,10 @@ class WindowMerger(Module):
             tower_norm(tower.config, "layer", wide, shape.eps, f"{at}.pre_norm"),
         )
 
-    def slices(self, x: Tensor, grids: Grids) -> Generator[None, None, Tensor]:
-        """Compute the patches of all tiles."""
+    def slices(self, x: Tensor, grid: Grid) -> Generator[None, None, Tensor]:
+        """Compute the patches of a tile."""
         unit, size = _SQUARE**2, self.shape.channels
-        x = squares_of(x, grids).view(-1, size)
+        x = squares_of(x, grid).view(-1, size)
         q, k, v = self.qkv.heads(self.norm(x), NO_STEP)
         yield
         metadata = sequences([unit] * (len(x) // unit), x.device)
@@ -170,20 +179,18 @@ class WindowMerger(Module):
         return merged
 
 
-def squares_of(x: Tensor, grids: Grids) -> Tensor:
-    """Return the squares of patches of all tiles as rows: [n, C] -> [n / 4, 4 * C].
+def squares_of(x: Tensor, grid: Grid) -> Tensor:
+    """Return the squares of a tile's patches as rows: [n, C] -> [n / 4, 4 * C].
 
     Raises:
-        ValidationError: a tile has no whole squares.
+        ValidationError: the tile has no whole squares.
     """
-    for rows, columns in grids:
-        if rows % _SQUARE or columns % _SQUARE:
-            raise ValidationError(f"a tile of {rows} x {columns} patches has no whole squares of {_SQUARE}")
-    tiles = torch.split_with_sizes(x, [rows * columns for rows, columns in grids])
-    found = [merged_squares(tile, *grid, _SQUARE) for tile, grid in zip(tiles, grids, strict=True)]
-    return torch.cat(found)
+    rows, columns = grid
+    if rows % _SQUARE or columns % _SQUARE:
+        raise ValidationError(f"a tile of {rows} x {columns} patches has no whole squares of {_SQUARE}")
+    return merged_squares(x, rows, columns, _SQUARE)
 
 
-def halved(grids: Grids) -> Grids:
-    """Return the grids after a merger."""
-    return [(rows // _SQUARE, columns // _SQUARE) for rows, columns in grids]
+def halved(grid: Grid) -> Grid:
+    """Return the grid after a merger."""
+    return grid[0] // _SQUARE, grid[1] // _SQUARE

@@ -233,6 +233,7 @@ CASES: dict[str, Case] = {
         _pil("gemma4", "Gemma4ImageProcessorPil"),
         {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2, "do_normalize": False},
         {"text_config": {"use_bidirectional_attention": "vision"}},
+        {"video_processor": {"patch_size": 4, "pooling_kernel_size": 2}},
     ),
     "minicpmv": Case(
         "MiniCPMV4_6ForConditionalGeneration",

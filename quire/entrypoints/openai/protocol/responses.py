@@ -174,12 +174,15 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
+    """Choice of an answer; `task_answer` is its text in parsed form, for a task about an image (Florence-2)."""
+
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    task_answer: dict[str, Any] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -208,12 +211,15 @@ class ChatDelta(msgspec.Struct):
 
 
 class ChatChunkChoice(msgspec.Struct):
+    """Part of a choice; its last one has the `task_answer` of `ChatChoice`."""
+
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    task_answer: dict[str, Any] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
