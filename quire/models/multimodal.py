@@ -19,7 +19,7 @@ from quire.models.rope_config import layer_rope, with_kind_renamed
 from quire.models.tied_head import TIE
 from quire.models.vision_rows import num_rows
 
-_FOR_ALL_PARTS = (
+FOR_ALL_PARTS = (
     "dtype",
     "torch_dtype",
     "bos_token_id",
@@ -38,6 +38,8 @@ _INSIDE = {
 """Prefixes of the language model's tensors, in transformers' layouts (two of them mistakes), and of a model without
 head.
 """
+AUDIO = "audio_config"
+"""Key of the config of an encoder of sounds."""
 _AXES = ("frames", "rows", "columns")
 MAX_ENCODER_LENGTH = 2**20
 T5_TOKENS = 2048
@@ -92,6 +94,8 @@ class Wrapper:
     """See `Multimodal.infix`."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """See `Multimodal.adapters`."""
+    has_companions: bool = False
+    """The language model and the encoder may be in other checkpoints (`quire.models.companions`)."""
 
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
@@ -101,6 +105,7 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "gemma3_text": WrappedLanguageModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8, 4, 131072)),
     "gemma3n_text": WrappedLanguageModel("Gemma3nForCausalLM"),
     "gemma4_text": WrappedLanguageModel("Gemma4ForCausalLM"),
+    "glm4_moe": WrappedLanguageModel("Glm4MoeForCausalLM"),
     "llama": WrappedLanguageModel("LlamaForCausalLM", (32000, 4096, 11008, 32, 32, 32, 2048)),
     "llama4_text": WrappedLanguageModel("Llama4ForCausalLM"),
     "ministral3": WrappedLanguageModel("Ministral3ForCausalLM"),
@@ -219,6 +224,12 @@ WRAPPERS: dict[str, Wrapper] = {
             ("vision_model", "connector"),
         ),
         _translator("T5ForConditionalGeneration", "T5, T5 1.1, Flan-T5", T5_TOKENS),
+        Wrapper(
+            "UltravoxModel",
+            "Ultravox 0.3 to 0.7",
+            (*_HEARING, "vision_tower", "vision_model"),
+            has_companions=True,
+        ),
         _translator("UMT5ForConditionalGeneration", "UMT5", T5_TOKENS),
         Wrapper(
             "VisionEncoderDecoderModel",
@@ -273,7 +284,7 @@ def language_model_of(
     length = _encoder_length(config, text, wrapper)
     if wrapper.reads_images:
         alone = alone.with_values(max_source_positions=length)
-    parts = (config, text, eyes, config.child("audio_config"))
+    parts = (config, text, eyes, config.child(AUDIO))
     part_of = Multimodal(
         architecture,
         wrapper.inside,
@@ -335,7 +346,7 @@ def _values(
     language model has tables of its own.
     """
     sizes = dict(zip(_SIZES, known.usual_sizes, strict=False))
-    otherwise = sizes | {key: config.get(key) for key in _FOR_ALL_PARTS}
+    otherwise = sizes | {key: config.get(key) for key in FOR_ALL_PARTS}
     absent = {key: value for key, value in otherwise.items() if key not in text}
     tie = {TIE: config.get(TIE)} if TIE in config and decides else {}
     return {**text.values, **absent, **tie, "architectures": [known.architecture]}

@@ -138,6 +138,11 @@ FAMILIES: dict[str, Family] = {
         f"{_PROCESSORS}.idefics3:Idefics3Processor", f"{_TOWERS}.vit:Idefics3Tower", images=_TILES
     ),
     "T5ForConditionalGeneration": _T5,
+    "UltravoxModel": Family(
+        f"{_PROCESSORS}.ultravox:UltravoxProcessor",
+        f"{_TOWERS}.ultravox:UltravoxTower",
+        sounds="one run of 6.25 tokens a second, in windows of 30 s",
+    ),
     "UMT5ForConditionalGeneration": _T5,
     "VisionEncoderDecoderModel": Family(
         f"{_PROCESSORS}.whole:WholeImageProcessor",

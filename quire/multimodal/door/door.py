@@ -228,8 +228,9 @@ class MediaDoor:
         others = () if sounds is None else sounds.literals
         literals = dict.fromkeys([*processor.literals, *filter(None, of_videos), *others])
         form = processor.prefix_form
+        as_end = sounds is not None and sounds.stands_as_end
         return MediaTokens(
-            processor.marker, processor.placeholder, tuple(literals), *of_videos, *of_sounds, form
+            processor.marker, processor.placeholder, tuple(literals), *of_videos, *of_sounds, form, as_end
         )
 
     @property

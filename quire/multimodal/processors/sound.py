@@ -63,6 +63,7 @@ class SoundProcessor(abc.ABC):
         placeholder: the token that takes an embedding.
         literals: every token that a processed sound may consist of.
         longest_s: seconds of the longest sound.
+        stands_as_end: in a prompt, the token that ends a text stands for each placeholder, which the model lacks.
     """
 
     usual_token: str
@@ -70,6 +71,7 @@ class SoundProcessor(abc.ABC):
     """Options that a request may set."""
     literals: tuple[str, ...]
     longest_s: float
+    stands_as_end = False
 
     def __init__(self, model_dir: Path) -> None:
         config = read_json_object(model_dir / "config.json")
