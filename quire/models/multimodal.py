@@ -147,7 +147,7 @@ def _translator(architecture: str, models: str, length: str | int = "max_positio
 
 
 _HEARING = ("audio_tower", "multi_modal_projector")
-_PHI4_ADAPTERS = {"image": "vision-lora"}
+_PHI4_ADAPTERS = {"image": "vision-lora", "audio": "speech-lora"}
 _LLAVA_NEXT = ("vision_tower", "multi_modal_projector", "image_newline")
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -198,7 +198,7 @@ WRAPPERS: dict[str, Wrapper] = {
         _translator("PegasusForConditionalGeneration", "Pegasus"),
         Wrapper(
             "Phi4MMForCausalLM",
-            "Phi-4-multimodal, its images",
+            "Phi-4-multimodal",
             ("embed_tokens_extend", r".*\.lora_[AB]"),
             {},
             placeholder_ids=frozenset({200010, 200011}),

@@ -29,6 +29,7 @@ from quire.multimodal.processors.base import (
 )
 from quire.multimodal.processors.files import ProcessorFiles
 from quire.multimodal.processors.internvl import best_grid
+from quire.multimodal.processors.phi4_sound import Phi4Sounds
 from quire.multimodal.processors.pixels import (
     BILINEAR,
     HALVES,
@@ -41,10 +42,11 @@ from quire.multimodal.processors.pixels import (
     square_of,
 )
 from quire.multimodal.processors.resampling import fused_table, resampled
+from quire.multimodal.processors.sound import FEATURES
 
 Floats = NDArray[np.float32]
 MOST_CROPS = "dynamic_hd"
-IMAGE_TOKEN, SOUND_TOKEN = "<|endoftext10|>", "<|endoftext11|>"  # In files that name none.
+IMAGE_TOKEN = "<|endoftext10|>"  # In files that name none.
 _MAX_CROPS = 64
 _LEAST_SIDE = 10
 _SQUARE = 2  # Side in patches of what becomes one embedding.
@@ -72,7 +74,9 @@ class Phi4Processor(Processor):
 
     @classmethod
     def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        return cls(ProcessorFiles(model_dir, options))
+        found = cls(ProcessorFiles(model_dir, options))
+        found.sounds = Phi4Sounds(model_dir)
+        return found
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():
@@ -108,6 +112,8 @@ class Phi4Processor(Processor):
 
     @staticmethod
     def floats(arrays: Mapping[str, NDArray[Any]]) -> Arrays:
+        if FEATURES in arrays:
+            return dict(arrays)
         crops = channels_first(arrays)
         canvas, shown = arrays[_SHOWN]
         per_side = crops.shape[-1] // int(arrays[_PATCH][0])

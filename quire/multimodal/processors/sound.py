@@ -64,14 +64,34 @@ class SoundProcessor(abc.ABC):
         literals: every token that a processed sound may consist of.
         longest_s: seconds of the longest sound.
         stands_as_end: in a prompt, the token that ends a text stands for each placeholder, which the model lacks.
+        heeds_images: a sound in a prompt with images has other embeddings; its arrays then have `BESIDE_IMAGES`.
     """
 
-    usual_token: str
     OPTIONS: frozenset[str] = frozenset()
     """Options that a request may set."""
+    marker: str
+    placeholder: str
     literals: tuple[str, ...]
     longest_s: float
     stands_as_end = False
+    heeds_images = False
+
+    @abc.abstractmethod
+    def prepare(self, samples: Samples) -> Prepared:
+        """Process mono samples at 16 kHz, of at most `longest_s` seconds.
+
+        Raises:
+            ValidationError: the sound is not possible for this model.
+        """
+
+    def _prepared(self, arrays: Arrays, pieces: tuple[tuple[str, int], ...]) -> Prepared:
+        return Prepared(arrays, self.placeholder, (Placeholders(pieces),))
+
+
+class WhisperSounds(SoundProcessor):
+    """Base of processors for Whisper's encoder; its windows have 30 s."""
+
+    usual_token: str
 
     def __init__(self, model_dir: Path) -> None:
         config = read_json_object(model_dir / "config.json")
@@ -98,17 +118,6 @@ class SoundProcessor(abc.ABC):
     def build(self, encoder: JsonObject) -> None:
         """Set `literals` and `longest_s`."""
 
-    @abc.abstractmethod
-    def prepare(self, samples: Samples) -> Prepared:
-        """Process mono samples at 16 kHz, of at most `longest_s` seconds.
-
-        Raises:
-            ValidationError: the sound is not possible for this model.
-        """
-
-    def _prepared(self, arrays: Arrays, pieces: tuple[tuple[str, int], ...]) -> Prepared:
-        return Prepared(arrays, self.placeholder, (Placeholders(pieces),))
-
 
 def _extractor(model_dir: Path) -> JsonObject:
     """Return the options of the feature extractor. Raises ModelLoadError if no file has them."""
@@ -116,7 +125,7 @@ def _extractor(model_dir: Path) -> JsonObject:
     return processor.child(EXTRACTOR) if EXTRACTOR in processor else read_json_object(model_dir / IMAGE_FILE)
 
 
-class Qwen2AudioSounds(SoundProcessor):
+class Qwen2AudioSounds(WhisperSounds):
     """One window at most, of which a shorter sound takes its share of embeddings."""
 
     usual_token = "<|AUDIO|>"
@@ -138,7 +147,7 @@ class Qwen2AudioSounds(SoundProcessor):
         return self._prepared({FEATURES: own, FRAMES: frames}, ((self.placeholder, count),))
 
 
-class VoxtralSounds(SoundProcessor):
+class VoxtralSounds(WhisperSounds):
     """As many windows as the sound needs, the last one filled with silence."""
 
     usual_token = "[AUDIO]"
@@ -164,7 +173,7 @@ class HearingProcessor(Processor):
     OPTIONS = frozenset()
     takes_images = False
     marker = placeholder = ""
-    kind: type[SoundProcessor]
+    kind: type[WhisperSounds]
 
     def __init__(self, model_dir: Path) -> None:
         self.sounds = self.kind(model_dir)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire.models.json_object import JsonObject, read_json_object
 from quire.multimodal.processors.base import Prepared
-from quire.multimodal.processors.sound import FEATURES, LONGEST_S, HearingProcessor, SoundProcessor
+from quire.multimodal.processors.sound import FEATURES, LONGEST_S, HearingProcessor, WhisperSounds
 from quire.speech.features import HOP, Samples, log_mel
 
 LEAST_FRAMES = 2  # A shorter sound is followed by silence.
@@ -29,7 +29,7 @@ def embeddings_of_frames(num_frames: int, stack: int) -> int:
     return math.ceil(num_frames / (2 * stack))
 
 
-class UltravoxSounds(SoundProcessor):
+class UltravoxSounds(WhisperSounds):
     """As many windows as the sound needs; the last one ends with the sound."""
 
     usual_token = "<|audio|>"
