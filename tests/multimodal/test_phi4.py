@@ -155,7 +155,7 @@ def test_an_image_takes_the_adapter_and_text_none(llm: LLM, model: Any, path: Pa
     check(merged(model, path / "vision-lora"), image, seen(path))
 
 
-def test_a_sound_takes_its_adapter_and_an_image_beside_it_another(llm: LLM, model: Any, path: Path) -> None:
+def test_a_sound_takes_its_adapter_but_beside_an_image(llm: LLM, model: Any, path: Path) -> None:
     alone, both = llm.generate([HEARD, BOTH], PARAMS, use_tqdm=False)
     count = int(heard(ONE)["audio_embed_sizes"])
     assert list(alone.prompt_token_ids or []) == [1, 5, *[SOUND_TOKEN] * count, 9, 11]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -95,11 +96,11 @@ def _log_power(frames: NDArray[np.float32]) -> NDArray[np.float32]:
 def _filters() -> NDArray[np.float32]:
     """Return Kaldi's triangular filters [FFT / 2 + 1, BINS], whose sides are straight on the mel scale."""
     mels = _to_mel(np.arange(FFT // 2 + 1) * (RATE / FFT))
-    edges = np.linspace(_to_mel(np.float64(0.0)), _to_mel(np.float64(_HIGHEST_HZ)), BINS + 2)
+    edges = np.linspace(0.0, _to_mel(np.array(_HIGHEST_HZ)), BINS + 2)
     slopes, widths = edges[None, :] - mels[:, None], np.diff(edges)
     down, up = -slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]
     return np.maximum(0.0, np.minimum(down, up)).astype(np.float32)
 
 
-def _to_mel(hertz: NDArray[np.float64] | np.float64) -> NDArray[np.float64]:
+def _to_mel(hertz: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray(1127.0 * np.log(1.0 + hertz / 700.0))

@@ -144,8 +144,9 @@ class Subsampling(Module):
 
     def forward(self, frames: Tensor, rows: slice) -> Tensor:
         """Compute some rows [n, C] of all frames [T, B]."""
-        found = self._level(LEVELS, frames, rows.start, rows.stop)
-        return self.out(found.transpose(1, 2).flatten(1), NO_STEP)
+        reduced = self._level(LEVELS, frames, rows.start, rows.stop)
+        found: Tensor = self.out(reduced.transpose(1, 2).flatten(1), NO_STEP)
+        return found
 
     def _level(self, level: int, frames: Tensor, first: int, last: int) -> Tensor:
         """Compute rows [last - first, bins, K] behind so many convolutions; [n, B, 1] behind none."""
@@ -259,7 +260,8 @@ class ConformerBlock(SlicedBlock):
         x = self.convolution(x)
         yield
         x = yield from self._in_slices(self.last, x)
-        return self.norm(x)
+        found: Tensor = self.norm(x)
+        return found
 
     @staticmethod
     def _in_slices(mlp: HalfMLP, x: Tensor) -> Generator[None, None, Tensor]:

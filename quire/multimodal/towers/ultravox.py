@@ -118,8 +118,8 @@ class UltravoxTower(SoundTower):
     def build(self, whole: JsonObject, options: JsonObject) -> None:
         whole.only("audio_latency_block_size")
         options.only("model_type", "whisper")
-        self.stack, encoder = stack_of(whole), self.encoder
-        inputs = self.stack * encoder.size
+        self.num_stacked, encoder = stack_of(whole), self.encoder
+        inputs = self.num_stacked * encoder.size
         has_blocks = whole.integer("num_projector_layers", 0, low=0) > 0
         self.projector: GatedProjector | BlockProjector = (
             BlockProjector(self, whole, inputs, encoder.shape, encoder.length)
@@ -143,10 +143,10 @@ class UltravoxTower(SoundTower):
     def _stacked(self, frames: NDArray[Any], *, is_first: bool) -> Generator[None, None, Tensor]:
         """Compute a window [B, F] -> rows of the encoder, as many as are stacked side by side."""
         encoder, (rows, _) = self.encoder, rows_of_frames(frames.shape[1])
-        count = embeddings_of_frames(frames.shape[1], self.stack)
-        computed = rows if is_first else min(count * self.stack, encoder.length)
+        count = embeddings_of_frames(frames.shape[1], self.num_stacked)
+        computed = rows if is_first else min(count * self.num_stacked, encoder.length)
         silence = 0 if is_first else 2 * computed - frames.shape[1]
         given = self.to_device(np.pad(frames, ((0, 0), (0, silence))))
         hidden = torch.arange(computed, device=given.device) >= rows if computed > rows else None
         x = self.norm((yield from encoder.slices(given, computed, hidden)))
-        return F.pad(x, (0, 0, 0, count * self.stack - computed)).view(count, -1)
+        return F.pad(x, (0, 0, 0, count * self.num_stacked - computed)).view(count, -1)
