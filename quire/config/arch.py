@@ -108,11 +108,23 @@ class Multimodal:
     infix: str = ""
     # Kind of media -> directory in the checkpoint with the adapter of prompts that have some; the first kind counts.
     adapters: Mapping[str, str] = field(default_factory=dict)
+    language_dir: str = ""  # Checkpoint of the language model alone; empty: its tensors are in this one.
+    encoder_dir: str = ""  # Checkpoint of the encoder alone; empty: its tensors are in this one.
 
     @property
     def encoder_positions(self) -> int:
         """Most first positions of a sequence that take the encoder's output."""
         return encoder_positions(self.encoder_length)
+
+    @property
+    def further_dir(self) -> str:
+        """Directory of the further checkpoint that the part with these names is in; empty: there is none."""
+        return self.language_dir
+
+    @property
+    def companion_dirs(self) -> list[str]:
+        """Directories of the checkpoints of its parts."""
+        return [*filter(None, (self.language_dir, self.encoder_dir))]
 
     @property
     def is_prompted(self) -> bool:

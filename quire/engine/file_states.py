@@ -25,7 +25,9 @@ MOST_NAMED = 4  # changed files in one message
 
 def states_of(config: EngineConfig) -> FileStates:
     """Return the state of every file that is read for a config's model and tokenizer."""
-    places = {Path(config.model_dir), tokenizer_dir(config)}
+    part_of = None if config.model_arch is None else config.arch.part_of
+    companions = [] if part_of is None else part_of.companion_dirs
+    places = {Path(config.model_dir), tokenizer_dir(config), *map(Path, companions)}
     files = [path for place in places for path in _files(place)]
     projector = projector_of(Path(config.model_dir), config.multimodal)
     files += [] if projector is None else [projector]

@@ -10,7 +10,7 @@ from quire.errors import ModelLoadError
 from quire.kernels import cpu
 from quire.models.bounded_directory import GIB, user_cache
 from quire.models.registry import is_own_class
-from quire.models.weight_files import weight_files
+from quire.models.weight_files import companion_files, weight_files
 
 MIN_BYTES = 64 * 2**20
 """Minimum bytes of weights: packing fewer takes some 0.1 s, too little for a file that was not requested."""
@@ -37,6 +37,7 @@ def _weight_bytes(config: EngineConfig) -> int:
     if config.load.load_format == "dummy":
         return 0
     try:
-        return sum(path.stat().st_size for path in weight_files(Path(config.model_dir)))
+        files = [*weight_files(Path(config.model_dir)), *companion_files(config.arch.part_of)]
+        return sum(path.stat().st_size for path in files)
     except (ModelLoadError, OSError):  # the loader reports it in full
         return 0

@@ -62,7 +62,9 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     _check_load_format(config, model_dir)
     config = dataclasses.replace(config, model_dir=str(model_dir))
     config = dataclasses.replace(config, files=states_of(config))
-    arch = read_model_config(model_dir, config.model.hf_overrides, config.model.model_impl)
+    arch = read_model_config(
+        model_dir, config.model.hf_overrides, config.model.model_impl, config.load.download_dir
+    )
     arch = with_projector(arch, model_dir, config.multimodal)
     arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
     fit = config.model.max_model_len == FIT_MEMORY
@@ -72,6 +74,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         model_class=ModelRegistry.place_of(arch.architecture, config.model.model_impl),
         fit_max_model_len=fit,
     )
+    config = dataclasses.replace(config, files=states_of(config) | config.files)  # companions are known now
     features, chosen, max_seq_length = start_features(), list[Choice](), None
     for feature in features:
         found = feature.resolve(config, partial(_id_of, config))

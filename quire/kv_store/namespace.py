@@ -23,7 +23,7 @@ from quire.layers.shard import Shard
 from quire.models.bounded_directory import user_cache
 from quire.models.file_digests import FileDigests
 from quire.models.stages import Stage
-from quire.models.weight_files import weight_files
+from quire.models.weight_files import companion_files, weight_files
 from quire.version import __version__
 
 LAYOUT = "1"
@@ -86,7 +86,7 @@ def weights_digest(config: EngineConfig) -> str:
         return "dummy"
     digest = hashlib.sha256()
     remembered = FileDigests(user_cache())
-    for path in weight_files(Path(config.model_dir)):
+    for path in [*weight_files(Path(config.model_dir)), *companion_files(config.arch.part_of)]:
         digest.update(remembered.digest_of(path).encode())
     return digest.hexdigest()[:32]
 

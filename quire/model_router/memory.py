@@ -14,7 +14,7 @@ from quire.errors import ModelLoadError
 from quire.model_router.models_file import ModelEntry
 from quire.model_router.planner import MIB, Size
 from quire.models.checkpoint import read_model_config, resolve_model_dir
-from quire.models.weight_files import weight_files
+from quire.models.weight_files import companion_files, weight_files
 
 PROCESS_BYTES = 320 * MIB  # Both processes of a server with torch, without a model (270 MiB measured).
 KV_SHARE = 8  # The default KV cache is at most this part of the memory for models.
@@ -62,7 +62,10 @@ def estimate(entry: ModelEntry, limit_bytes: int) -> Estimate:
     options = entry.options
     directory = resolve_model_dir(entry.model, options.get("revision"), options.get("download-dir"))
     arch = read_model_config(
-        directory, options.get("hf-overrides") or {}, options.get("model-impl") or "auto"
+        directory,
+        options.get("hf-overrides") or {},
+        options.get("model-impl") or "auto",
+        options.get("download-dir"),
     )
     kv_bytes = entry.kv_cache_bytes or default_kv_cache_bytes(arch, entry, limit_bytes)
     return Estimate(
@@ -94,7 +97,8 @@ def _weight_bytes(directory: Path, arch: ModelArch, entry: ModelEntry) -> int:
             )
         return 0
     widened = entry.options.get("dtype") in ("float32", "float") and arch.dtype in ("bfloat16", "float16")
-    num_bytes = sum(path.stat().st_size for path in weight_files(directory))
+    files = [*weight_files(directory), *companion_files(arch.part_of)]
+    num_bytes = sum(path.stat().st_size for path in files)
     return int(num_bytes * (2 if widened else 1) * WEIGHT_SLACK)
 
 

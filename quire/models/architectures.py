@@ -23,7 +23,9 @@ KINDS = {
 }
 """Suffix of an architecture's name -> purpose."""
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
-_ENDS = dict.fromkeys((*_LANGUAGE_MODELS, "MTModel", "EncoderDecoderModel"), GENERATES) | KINDS
+_ENDS = (
+    dict.fromkeys((*_LANGUAGE_MODELS, "MTModel", "EncoderDecoderModel", "UltravoxModel"), GENERATES) | KINDS
+)
 
 
 class ArchitectureKind(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,17 @@ def _close(name: str, names: Sequence[str]) -> str:
     return near[0] if near else ""
 
 
-def read_model_config(model_dir: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:
-    """Return the arch of the model found by `resolve_model_dir`; see `read_hf_config`, `read_gguf_config`."""
-    read = read_gguf_config if is_gguf(model_dir) else read_hf_config
-    return read(model_dir, overrides, model_impl)
+def read_model_config(
+    model_dir: Path, overrides: dict[str, Any], model_impl: str = "auto", download_dir: str | None = None
+) -> ModelArch:
+    """Return the arch of the model found by `resolve_model_dir`; see `read_hf_config`, `read_gguf_config`.
+
+    Checkpoints that it names for its parts are resolved as models are, `download_dir` included.
+    """
+    if is_gguf(model_dir):
+        return read_gguf_config(model_dir, overrides, model_impl)
+    find = partial(resolve_model_dir, revision=None, download_dir=download_dir)
+    return read_hf_config(model_dir, overrides, model_impl, find)
 
 
 def _bundled(model: str) -> Path:

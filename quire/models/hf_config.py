@@ -20,6 +20,7 @@ from quire.config.arch import ModelArch, Multimodal
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 from quire.models.architectures import architecture_kind
 from quire.models.built_in import ALSO_CALLED
+from quire.models.companions import FindModel, assemble
 from quire.models.config_overrides import TEXT, with_overrides
 from quire.models.generation_config import (
     SEQ2SEQ_KEYS,
@@ -143,10 +144,20 @@ def _report_adapter(model_dir: Path, path: Path) -> None:
     )
 
 
-def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:
+def only_here(name: str) -> Path:
+    """Return a model's directory by its path. Raises ModelLoadError if there is none."""
+    if not Path(name).is_dir():
+        raise ModelLoadError(f"model {name!r} is not a directory")
+    return Path(name)
+
+
+def read_hf_config(
+    model_dir: Path, overrides: dict[str, Any], model_impl: str = "auto", find: FindModel = only_here
+) -> ModelArch:
     """Return the arch of the model in `model_dir`; `overrides` replace top-level keys of config.json.
 
     `model_impl` as in `ModelConfig`. The architecture is that of the language model that computes the hidden states.
+    `find` is asked for other checkpoints that parts of the model are in.
 
     Raises:
         ModelLoadError: a file is missing or malformed; the message names file, key, value and what is allowed.
@@ -154,8 +165,11 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
     """
     file = config_json(model_dir, overrides)
     config = JsonObject(file.where, file.values, refused=[])
-    config, part_of = language_model_of(architecture_of(config), config, overrides)
-    quantization = read_quantization(config, model_dir)
+    architecture = architecture_of(config)
+    whole = assemble(architecture, config, overrides, model_dir, find)
+    config, part_of = language_model_of(architecture, whole.config, overrides)
+    part_of, language_dir = whole.placed(part_of), Path(whole.language_dir or model_dir)
+    quantization = read_quantization(config, language_dir)
     arch = read_config(config, model_impl)
     if not arch.foreign_config:
         inside = overrides.get(TEXT)
@@ -168,10 +182,11 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
         quantization=quantization,
         part_of=part_of,
     )
-    stored = StoredTensors(model_dir)
+    stored = StoredTensors(language_dir)
     if (model_dir / SINGLE_NAME).is_file() and (model_dir / INDEX_NAME).is_file():
         logger.warning("%s: %s is loaded, and %s is not read", model_dir, SINGLE_NAME, INDEX_NAME)
-    may_be_tied = part_of is not None and (file.flag(TIE, False) or file.child(TEXT).flag(TIE, False))
+    said = JsonObject(file.where, whole.config.values)
+    may_be_tied = part_of is not None and (said.flag(TIE, False) or said.child(TEXT).flag(TIE, False))
     return with_stored_head(as_stored(arch, stored.names), stored, may_be_tied=may_be_tied)
 
 

@@ -14,7 +14,8 @@ import msgspec
 from quire.config import EngineConfig
 from quire.config.engine import engine_fields
 from quire.config.fields import flag_of
-from quire.models.file_digests import checkpoint_fingerprint
+from quire.models.file_digests import checkpoint_fingerprint, files_fingerprint
+from quire.models.weight_files import companion_files
 
 PER_HOST_FIELDS = frozenset(
     {
@@ -54,4 +55,5 @@ def _model(config: EngineConfig, kind: str = "") -> dict[str, bytes]:
     return {
         f"{kind}model's config.json": msgspec.json.encode(read),
         f"{kind}checkpoint": checkpoint_fingerprint(Path(config.model_dir)),
+        f"{kind}companions of the checkpoint": files_fingerprint(companion_files(config.arch.part_of)),
     }

@@ -19,7 +19,7 @@ from quire.models.rope_config import layer_rope, with_kind_renamed
 from quire.models.tied_head import TIE
 from quire.models.vision_rows import num_rows
 
-_FOR_ALL_PARTS = (
+FOR_ALL_PARTS = (
     "dtype",
     "torch_dtype",
     "bos_token_id",
@@ -38,6 +38,8 @@ _INSIDE = {
 """Prefixes of the language model's tensors, in transformers' layouts (two of them mistakes), and of a model without
 head.
 """
+AUDIO = "audio_config"
+"""Key of the config of an encoder of sounds."""
 _AXES = ("frames", "rows", "columns")
 MAX_ENCODER_LENGTH = 2**20
 T5_TOKENS = 2048
@@ -94,6 +96,8 @@ class Wrapper:
     """See `Multimodal.adapters`."""
     shared: tuple[str, ...] = ()
     """Keys of other parts' configs that the reader of the language model reads as well."""
+    has_companions: bool = False
+    """The language model and the encoder may be in other checkpoints (`quire.models.companions`)."""
 
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
@@ -103,6 +107,7 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "gemma3_text": WrappedLanguageModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8, 4, 131072)),
     "gemma3n_text": WrappedLanguageModel("Gemma3nForCausalLM"),
     "gemma4_text": WrappedLanguageModel("Gemma4ForCausalLM"),
+    "glm4_moe": WrappedLanguageModel("Glm4MoeForCausalLM"),
     "llama": WrappedLanguageModel("LlamaForCausalLM", (32000, 4096, 11008, 32, 32, 32, 2048)),
     "llama4_text": WrappedLanguageModel("Llama4ForCausalLM"),
     "ministral3": WrappedLanguageModel("Ministral3ForCausalLM"),
@@ -145,7 +150,7 @@ def _translator(architecture: str, models: str, length: str | int = "max_positio
 
 _HEARING = ("audio_tower", "multi_modal_projector")
 _GEMMA_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
-_PHI4_ADAPTERS = {"image": "vision-lora"}
+_PHI4_ADAPTERS = {"image": "vision-lora", "audio": "speech-lora"}
 _LLAVA_NEXT = ("vision_tower", "multi_modal_projector", "image_newline")
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -198,7 +203,7 @@ WRAPPERS: dict[str, Wrapper] = {
         _translator("PegasusForConditionalGeneration", "Pegasus"),
         Wrapper(
             "Phi4MMForCausalLM",
-            "Phi-4-multimodal, its images",
+            "Phi-4-multimodal",
             ("embed_tokens_extend", r".*\.lora_[AB]"),
             {},
             placeholder_ids=frozenset({200010, 200011}),
@@ -224,6 +229,12 @@ WRAPPERS: dict[str, Wrapper] = {
             ("vision_model", "connector"),
         ),
         _translator("T5ForConditionalGeneration", "T5, T5 1.1, Flan-T5", T5_TOKENS),
+        Wrapper(
+            "UltravoxModel",
+            "Ultravox 0.3 to 0.7",
+            (*_HEARING, "vision_tower", "vision_model"),
+            has_companions=True,
+        ),
         _translator("UMT5ForConditionalGeneration", "UMT5", T5_TOKENS),
         Wrapper(
             "VisionEncoderDecoderModel",
@@ -278,7 +289,7 @@ def language_model_of(
     length = _encoder_length(config, text, wrapper)
     if wrapper.reads_images:
         alone = alone.with_values(max_source_positions=length)
-    parts = (config, text, eyes, config.child("audio_config"))
+    parts = (config, text, eyes, config.child(AUDIO))
     part_of = Multimodal(
         architecture,
         wrapper.inside,
@@ -340,7 +351,7 @@ def _values(
     language model has tables of its own.
     """
     sizes = dict(zip(_SIZES, known.usual_sizes, strict=False))
-    otherwise = sizes | {key: config.get(key) for key in _FOR_ALL_PARTS}
+    otherwise = sizes | {key: config.get(key) for key in FOR_ALL_PARTS}
     absent = {key: value for key, value in otherwise.items() if key not in text}
     tie = {TIE: config.get(TIE)} if TIE in config and decides else {}
     return {**text.values, **absent, **tie, "architectures": [known.architecture]}

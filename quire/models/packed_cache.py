@@ -30,7 +30,7 @@ from quire.models.base import CausalLM
 from quire.models.bounded_directory import BoundedDirectory
 from quire.models.file_digests import files_fingerprint
 from quire.models.safetensors_file import DTYPES, SafetensorsFile
-from quire.models.weight_files import all_weight_files
+from quire.models.weight_files import all_weight_files, companion_files
 from quire.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ def packed_key(model: CausalLM, layout: str) -> str:
     """
     config = model.config
     is_random = config.load.load_format == "dummy"
-    files = [] if is_random else [path for _, path in all_weight_files(Path(config.model_dir), model.folders)]
+    own = [] if is_random else [path for _, path in all_weight_files(Path(config.model_dir), model.folders)]
+    files = own + ([] if is_random else companion_files(config.arch.part_of))
     parts = {
         "format": (FORMAT, __version__, layout),
         "arch": dataclasses.asdict(dataclasses.replace(config.arch, generation={})),

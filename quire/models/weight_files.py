@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from quire.config.arch import Multimodal
 from quire.errors import ModelLoadError
 from quire.models.checkpoint_files import MAX_TEXT_BYTES, has_file, unreadable
 from quire.models.gguf.model import is_gguf, part_paths
@@ -36,6 +37,16 @@ def all_weight_files(model_dir: Path, folders: Iterable[str] = ()) -> list[tuple
         ModelLoadError: as `weight_files`.
     """
     return [(folder, path) for folder in ("", *folders) for path in weight_files(model_dir / folder)]
+
+
+def companion_files(part_of: Multimodal | None) -> list[Path]:
+    """Return the files of the parts of a multimodal model that are in checkpoints of their own.
+
+    Raises:
+        ModelLoadError: as `weight_files`.
+    """
+    places = [] if part_of is None else part_of.companion_dirs
+    return [path for place in places for path in weight_files(Path(place))]
 
 
 def weight_files(model_dir: Path) -> list[Path]:

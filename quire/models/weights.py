@@ -172,6 +172,8 @@ def open_files(
 ) -> Sequence[TensorFile]:
     """Open and check the checkpoint's files, of a language model or of the multimodal model that contains it.
 
+    Files of a further checkpoint of this part are among them.
+
     Names of tensors in a folder begin with it and a slash. Raises as `CheckpointWeights` does.
     """
     if is_gguf(model_dir):
@@ -183,10 +185,10 @@ def open_files(
             return f"{folder}/{name}"
         return name if part_of is None else part_of.name_alone(name)
 
-    return [
-        SafetensorsFile(path, partial(called, folder))
-        for folder, path in all_weight_files(model_dir, folders)
-    ]
+    places = all_weight_files(model_dir, folders)
+    if part_of is not None and part_of.further_dir:
+        places += all_weight_files(Path(part_of.further_dir))
+    return [SafetensorsFile(path, partial(called, folder)) for folder, path in places]
 
 
 def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict[str, _TensorSource]:

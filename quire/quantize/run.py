@@ -80,6 +80,12 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(
             "a GGUF file cannot be quantised: name the directory with the model's *.safetensors"
         )
+    part_of = config.arch.part_of
+    if part_of is not None and part_of.language_dir:
+        raise ConfigError(
+            f"the language model of {config.model.model} is in {part_of.language_dir}: quantise that checkpoint, and "
+            "name the result as text_model_id in --hf-overrides"
+        )
     if config.arch.quantization is not None:
         raise ConfigError(
             f"{config.model.model} is quantised already ({config.arch.quantization.method}): name the model in floats"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -21,9 +23,14 @@ from quire.config import EngineConfig
 from quire.config.model import LoRAConfig
 from quire.engine.startup import prepare
 from quire.errors import ConfigError, ValidationError
-from quire.multimodal.processors.base import make_processor
+from quire.multimodal.processors.base import BESIDE_IMAGES, make_processor
+from quire.multimodal.processors.sound import FEATURES
+from quire.multimodal.towers.load import load_tower
+from tests.fixtures.folded import folded
+from tests.fixtures.hearing_models import RATE, sound
 from tests.fixtures.seeing_models import IMAGE_TOKEN, make_phi4
 from tests.lora.adapters import write_adapter
+from tests.models.harness import prepared_config
 
 NUM_TOKENS = 5
 SOUND_TOKEN = IMAGE_TOKEN + 1
@@ -44,12 +51,22 @@ SHAPES = {
 }
 TEXT = {"prompt_token_ids": [1, *range(8, 31)]}
 SHOWN = {"prompt_token_ids": [1, 5, IMAGE_TOKEN, 9, 11], "multi_modal_data": {"image": PICTURE}}
+ONE, OTHER = sound(9_100), sound(5_000, 3)
+HEARD = {"prompt_token_ids": [1, 5, SOUND_TOKEN, 9, 11], "multi_modal_data": {"audio": (ONE, RATE)}}
+TWO = {
+    "prompt_token_ids": [1, SOUND_TOKEN, 5, SOUND_TOKEN, 7],
+    "multi_modal_data": {"audio": [(OTHER, RATE), (ONE, RATE)]},
+}
+BOTH = {
+    "prompt_token_ids": [1, 5, SOUND_TOKEN, 9, IMAGE_TOKEN, 11],
+    "multi_modal_data": {"audio": (ONE, RATE), "image": PICTURE},
+}
 
 
 def write_checkpoint(path: Path) -> Any:
     """Write a checkpoint with its adapter, and one of a user; return transformers' model."""
     model = make_phi4(path)
-    for name, rank in (("vision-lora", 20), ("own", 5)):
+    for name, rank in (("vision-lora", 20), ("speech-lora", 12), ("own", 5)):
         write_adapter(path / name, SHAPES, rank=rank, seed=rank)
     image = {"size": {"height": 28, "width": 28}, "patch_size": 7}
     (path / "preprocessor_config.json").write_text(json.dumps(image))
@@ -98,7 +115,7 @@ def _model(path: Path) -> Any:
 def _llm(path: Path, model: Any) -> Iterator[LLM]:
     assert model is not None
     llm = opened(path)
-    llm.generate([SHOWN], PARAMS, use_tqdm=False)  # starts a process that decodes, which stays
+    llm.generate([SHOWN, HEARD], PARAMS, use_tqdm=False)  # starts the processes that decode, which stay
     yield llm
     llm.shutdown()
 
@@ -122,6 +139,12 @@ def seen(path: Path) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in floats.items()}
 
 
+def heard(samples: Any) -> dict[str, torch.Tensor]:
+    """Return transformers' inputs of a sound."""
+    found = transformers.Phi4MultimodalFeatureExtractor()([samples], sampling_rate=RATE)
+    return {name: found[name] for name in ("audio_input_features", "audio_embed_sizes")}
+
+
 def test_an_image_takes_the_adapter_and_text_none(llm: LLM, model: Any, path: Path) -> None:
     plain = opened(path, language_model_only=True)
     (want,) = plain.generate([TEXT], PARAMS, use_tqdm=False)
@@ -130,6 +153,46 @@ def test_an_image_takes_the_adapter_and_text_none(llm: LLM, model: Any, path: Pa
     assert bits_of(text) == bits_of(again) == bits_of(want)
     check(model, text, {})
     check(merged(model, path / "vision-lora"), image, seen(path))
+
+
+def test_a_sound_takes_its_adapter_but_beside_an_image(llm: LLM, model: Any, path: Path) -> None:
+    alone, both = llm.generate([HEARD, BOTH], PARAMS, use_tqdm=False)
+    count = int(heard(ONE)["audio_embed_sizes"])
+    assert list(alone.prompt_token_ids or []) == [1, 5, *[SOUND_TOKEN] * count, 9, 11]
+    check(merged(model, path / "speech-lora"), alone, heard(ONE))
+    check(merged(model, path / "vision-lora"), both, heard(ONE) | seen(path))
+
+
+def test_bits_of_sounds_depend_on_no_company_or_chunks(llm: LLM, path: Path, model: Any) -> None:
+    assert model is not None
+    prompts: list[Any] = [TWO, HEARD, TEXT, BOTH, SHOWN]
+    want = [bits_of(llm.generate([prompt], PARAMS, use_tqdm=False)[0]) for prompt in prompts]
+    assert len(set(map(str, want))) == len(want), "sounds and images change the answer"
+    assert [*map(bits_of, llm.generate(prompts, PARAMS, use_tqdm=False))] == want
+    other = opened(path, enable_prefix_caching=False, max_num_batched_tokens=16)
+    assert [*map(bits_of, other.generate(prompts[::-1], PARAMS, use_tqdm=False))] == want[::-1]
+    other.shutdown()
+
+
+@folded("is_beside", [False, True])
+def test_embeddings_of_long_and_short_sounds_are_transformers(
+    is_beside: bool, path: Path, model: Any
+) -> None:
+    tower = load_tower(prepared_config(path))
+    ears = model.model.embed_tokens_extend.audio_embed
+    up, down = (
+        getattr(ears, f"{way}_proj_for_{'vision_' if is_beside else ''}speech") for way in ("up", "down")
+    )
+    for frames in (1, 7, 9, 200, 4009):  # 4009 become 502 rows, in two chunks
+        given = 5.0 + 3.0 * torch.randn(1, frames, 80, generator=torch.Generator().manual_seed(frames))
+        arrays = {FEATURES: given.numpy()} | ({BESIDE_IMAGES: np.ones(1)} if is_beside else {})
+        with torch.inference_mode():
+            want = down(torch.nn.functional.gelu(up(ears.encoder(given, None))))[0]
+            state = tower.begin(arrays)
+            while not tower.advance(state):
+                pass
+        got = tower.finish(state).values
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
 
 
 def test_another_adapter_beside_an_image_is_refused(llm: LLM, model: Any, path: Path) -> None:
@@ -147,8 +210,8 @@ def resolved(path: Path, **options: Any) -> LoRAConfig:
 def test_options_of_implied_adapters_are_resolved(path: Path, model: Any) -> None:
     assert model is not None
     lora = resolved(path)
-    assert (lora.enable_lora, lora.max_loras, lora.max_lora_rank) == (True, 1, 20)
-    assert [*lora.default_mm_loras] == ["image"]
+    assert (lora.enable_lora, lora.max_loras, lora.max_lora_rank) == (True, 2, 20)
+    assert [*lora.default_mm_loras] == ["image", "audio"]
     both = {"image": str(path / "vision-lora"), "audio": str(path / "own")}
     lora = resolved(path, default_mm_loras=dict(reversed(both.items())))
     assert [*lora.default_mm_loras.items()] == [*both.items()]
@@ -166,8 +229,19 @@ def original_names(name: str) -> str:
         "img_projection_down": "img_projection.2",
         "global_img_feature_extensor": "glb_GN",
         "sub_img_feature_extensor": "sub_GN",
+        "up_proj_for_speech": "audio_projection.speech.0",
+        "down_proj_for_speech": "audio_projection.speech.2",
+        "up_proj_for_vision_speech": "audio_projection.vision.0",
+        "down_proj_for_vision_speech": "audio_projection.vision.2",
+        "_in.gate_up_proj": "_in.net.0.linear",
+        "_in.down_proj": "_in.net.2",
+        "_out.gate_up_proj": "_out.net.0.linear",
+        "_out.down_proj": "_out.net.2",
     }.items():
         name = name.replace(theirs, own)
+    if ".audio_embed." in name:
+        name = re.sub(r"self_attn\.(q|k|v)_proj", r"self_attn.linear_\1", name)
+        name = name.replace("self_attn.o_proj", "self_attn.linear_out")
     adapted = name.startswith("model.layers.") and "_proj" in name
     return name.replace(".weight", ".base_layer.weight") if adapted else name
 
@@ -183,18 +257,28 @@ def write_original(path: Path, source: Path) -> None:
             tensors[f"{name}.lora_B.{kind}.weight"] = torch.zeros(shape[0], 20)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
+    ears = config.pop("audio_config")
+    renamed = {
+        "hidden_size": "attention_dim",
+        "num_attention_heads": "attention_heads",
+        "intermediate_size": "linear_units",
+    }
+    theirs = {renamed.get(key, key): value for key, value in ears.items() if "nemo_conv" not in key}
+    theirs["nemo_conv_settings"] = {"conv_channels": ears["nemo_conv_channels"]}
+    theirs["relative_attention_bias_args"] = {"type": "t5", "t5_bias_max_distance": 1000}
     config |= {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm"}
+    config["audio_processor"] = {"name": "cascades", "config": theirs}
     (path / "config.json").write_text(json.dumps(config))
     for name in ("preprocessor_config.json", "tokenizer.json"):
         (path / name).write_bytes((source / name).read_bytes())
-    for name in ("vision-lora",):
+    for name in ("vision-lora", "speech-lora"):
         (path / name).symlink_to(source / name)
 
 
 def test_the_authors_form_gives_the_same_bits(llm: LLM, path: Path, tmp_path: Path) -> None:
     write_original(tmp_path, path)
     other = opened(tmp_path)
-    found = other.generate([TEXT, SHOWN], PARAMS, use_tqdm=False)
+    found = other.generate([TEXT, SHOWN, HEARD, BOTH], PARAMS, use_tqdm=False)
     other.shutdown()
-    want = llm.generate([TEXT, SHOWN], PARAMS, use_tqdm=False)
+    want = llm.generate([TEXT, SHOWN, HEARD, BOTH], PARAMS, use_tqdm=False)
     assert [*map(bits_of, found)] == [*map(bits_of, want)]

@@ -242,7 +242,7 @@ class MediaGate:
         from quire.multimodal.door.layout import Expansion
 
         door = self._required("prompt")
-        expansion = Expansion(door.tokens, tokenizer.id_of, items)
+        expansion = Expansion(door.tokens, tokenizer.id_of, items, tokenizer.eos_token_id)
         return EncodedChat(*expansion.expand(token_ids), admitted)
 
     async def prompt(self, prompt: Mapping[str, Any], tokenizer: Tokenizer) -> EncodedChat:

@@ -73,7 +73,7 @@ def _prepared(job: DecodeJob, processor: Processor) -> tuple[dict[str, NDArray[A
         from quire.multimodal.door.sound import prepare_sound
 
         scratch = Path(job.output).with_suffix(".pcm")
-        return prepare_sound(Path(job.input), scratch, processor.sounds, job.max_seconds)
+        return prepare_sound(Path(job.input), scratch, processor.sounds, job.max_seconds, job.options)
     content = Path(job.input).read_bytes()
     if job.kind == EMBEDS:
         arrays = read_embeds(content)

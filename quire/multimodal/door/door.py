@@ -59,7 +59,7 @@ from quire.multimodal.door.sources import (
     read_file_url,
     scheme_of,
 )
-from quire.multimodal.processors.base import Processor, make_processor
+from quire.multimodal.processors.base import BESIDE_IMAGES, Processor, make_processor
 from quire.multimodal.processors.pixels import as_rgb
 
 T = TypeVar("T")
@@ -228,8 +228,9 @@ class MediaDoor:
         others = () if sounds is None else sounds.literals
         literals = dict.fromkeys([*processor.literals, *filter(None, of_videos), *others])
         form = processor.prefix_form
+        as_end = sounds is not None and sounds.stands_as_end
         return MediaTokens(
-            processor.marker, processor.placeholder, tuple(literals), *of_videos, *of_sounds, form
+            processor.marker, processor.placeholder, tuple(literals), *of_videos, *of_sounds, form, as_end
         )
 
     @property
@@ -262,6 +263,9 @@ class MediaDoor:
             kind: self.processor.checked_options(options or {}, kind) for kind in (IMAGE, VIDEO, AUDIO)
         }
         self._check_kinds(parts)
+        sounds = self.processor.sounds
+        if sounds is not None and sounds.heeds_images and any(part.kind == IMAGE for part in parts):
+            checked[AUDIO] = {**checked[AUDIO], BESIDE_IMAGES: True}
         totals = _Totals()
         tasks = [
             asyncio.ensure_future(self._admit_one(part, checked[part.kind], tenant, totals)) for part in parts

@@ -56,7 +56,8 @@ class MediaTokens:
     """Tokens of a model's media: see `quire.multimodal.processors.base.Processor`.
 
     `video_marker` and `video_placeholder` are those of a video, `sound_marker` and `sound_placeholder` those of a
-    sound; empty if the model takes none. `prefix_form` is the processor's.
+    sound; empty if the model takes none. `prefix_form` is the processor's. `sounds_as_end`: the embeddings of a sound
+    take the place of the token that ends a text, since the model has no row for their own.
     """
 
     marker: str
@@ -67,6 +68,7 @@ class MediaTokens:
     sound_marker: str = ""
     sound_placeholder: str = ""
     prefix_form: tuple[str, str] | None = None
+    sounds_as_end: bool = False
 
     def placeholder_of(self, kind: str) -> str:
         """Return the token that takes the embeddings of an item."""
@@ -81,13 +83,18 @@ class Expansion:
         tokens: of the model.
         id_of: id of a token by its name.
         items: in the order of their markers.
+        end_id: id of the token that ends a text.
 
     Raises:
         ValidationError: the tokenizer lacks a token of the layouts.
     """
 
     def __init__(
-        self, tokens: MediaTokens, id_of: Callable[[str], int | None], items: Sequence[PreparedItem]
+        self,
+        tokens: MediaTokens,
+        id_of: Callable[[str], int | None],
+        items: Sequence[PreparedItem],
+        end_id: int | None = None,
     ) -> None:
         self._tokens = tokens
         self._items = items
@@ -103,6 +110,14 @@ class Expansion:
                 param="messages",
             )
         self._ids = {name: token_id for name, token_id in found.items() if token_id is not None}
+        self._as = {**self._ids}  # Ids in the expanded prompt.
+        if tokens.sounds_as_end and tokens.sound_placeholder in self._ids:
+            if end_id is None:
+                raise ValidationError(
+                    "the model's tokenizer names no eos_token, in whose place sounds are, so it takes none",
+                    param="messages",
+                )
+            self._as[tokens.sound_placeholder] = end_id
 
     def text(self, index: int) -> str:
         """Return the text in place of an item's marker."""
@@ -168,7 +183,7 @@ class Expansion:
         for name, count in run:
             if name == self._tokens.placeholder_of(kind):
                 positions.append((len(ids), len(ids) + count))
-            ids += [self._ids[name]] * count
+            ids += [self._as[name]] * count
 
 
 def _prefix_of(ids: Sequence[int], media: Sequence[MediaItem]) -> Prefix:

@@ -7,6 +7,7 @@ Invariant: a sound is bytes of a file everywhere, so all have one way to samples
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from quire.errors import ClientError, ValidationError
 from quire.multimodal.door.decoding import layout_of
 from quire.multimodal.door.layout import PlaceholderLayout
+from quire.multimodal.processors.base import BESIDE_IMAGES
 from quire.multimodal.processors.sound import SoundProcessor
 from quire.speech.audio import HIGH_RATE, LOW_RATE, decode
 from quire.speech.features import RATE
@@ -63,12 +65,17 @@ def wav_of(source: Any, where: str) -> bytes:
 
 
 def prepare_sound(
-    source: Path, scratch: Path, sounds: SoundProcessor | None, max_seconds: float
+    source: Path,
+    scratch: Path,
+    sounds: SoundProcessor | None,
+    max_seconds: float,
+    options: Mapping[str, Any],
 ) -> tuple[dict[str, NDArray[Any]], PlaceholderLayout]:
     """Return the arrays and the layout of a sound file.
 
     Args:
         scratch: file for its samples, removed afterwards.
+        options: `BESIDE_IMAGES`, if the sound is beside an image and that matters.
 
     Raises:
         ValidationError: it is no sound, damaged, too long or not possible for the model.
@@ -84,4 +91,6 @@ def prepare_sound(
         raise ValidationError(error.message) from None  # its field is the door's to name
     finally:
         scratch.unlink(missing_ok=True)
-    return prepared.arrays, msgspec.structs.replace(layout_of(prepared), seconds=num_samples / RATE)
+    place = {BESIDE_IMAGES: np.ones(1, np.int64)} if BESIDE_IMAGES in options else {}
+    layout = msgspec.structs.replace(layout_of(prepared), seconds=num_samples / RATE)
+    return prepared.arrays | place, layout

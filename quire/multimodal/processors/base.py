@@ -38,6 +38,8 @@ SCOPES = {
     VIDEO: "videos_kwargs",
     AUDIO: "audio_kwargs",
 }  # Objects inside the options whose keys take precedence.
+BESIDE_IMAGES = "beside_images"
+"""Option of a sound in a prompt with images, which no request sets, and array of such a sound."""
 MAX_PREPARED_PIXELS = 2**26  # Largest sum of pixels after resizing, 192 MiB.
 
 

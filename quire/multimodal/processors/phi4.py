@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from quire.multimodal.processors.base import (
     Arrays,
     Placeholders,
     Prepared,
+    Processor,
     Size,
     check_prepared_pixels,
     request_errors,
@@ -27,6 +29,7 @@ from quire.multimodal.processors.base import (
 )
 from quire.multimodal.processors.files import FilesProcessor, ProcessorFiles
 from quire.multimodal.processors.internvl import best_grid
+from quire.multimodal.processors.phi4_sound import Phi4Sounds
 from quire.multimodal.processors.pixels import (
     BILINEAR,
     HALVES,
@@ -39,10 +42,11 @@ from quire.multimodal.processors.pixels import (
     square_of,
 )
 from quire.multimodal.processors.resampling import fused_table, resampled
+from quire.multimodal.processors.sound import FEATURES
 
 Floats = NDArray[np.float32]
 MOST_CROPS = "dynamic_hd"
-IMAGE_TOKEN, SOUND_TOKEN = "<|endoftext10|>", "<|endoftext11|>"  # In files that name none.
+IMAGE_TOKEN = "<|endoftext10|>"  # In files that name none.
 _MAX_CROPS = 64
 _LEAST_SIDE = 10
 _SQUARE = 2  # Side in patches of what becomes one embedding.
@@ -67,6 +71,12 @@ class Phi4Processor(FilesProcessor):
         self._most(image)
         self.placeholder = self.marker = files.token("image_token", IMAGE_TOKEN)
         self.literals = (self.placeholder,)
+
+    @classmethod
+    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
+        found = cls(ProcessorFiles(model_dir, options))
+        found.sounds = Phi4Sounds(model_dir)
+        return found
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():
@@ -102,6 +112,8 @@ class Phi4Processor(FilesProcessor):
 
     @staticmethod
     def floats(arrays: Mapping[str, NDArray[Any]]) -> Arrays:
+        if FEATURES in arrays:
+            return dict(arrays)
         crops = channels_first(arrays)
         canvas, shown = arrays[_SHOWN]
         per_side = crops.shape[-1] // int(arrays[_PATCH][0])

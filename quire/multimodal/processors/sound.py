@@ -63,6 +63,8 @@ class SoundProcessor(abc.ABC):
         placeholder: the token that takes an embedding.
         literals: every token that a processed sound may consist of.
         longest_s: seconds of the longest sound.
+        stands_as_end: in a prompt, the token that ends a text stands for each placeholder, which the model lacks.
+        heeds_images: a sound in a prompt with images has other embeddings; its arrays then have `BESIDE_IMAGES`.
     """
 
     OPTIONS: frozenset[str] = frozenset()
@@ -71,6 +73,8 @@ class SoundProcessor(abc.ABC):
     placeholder: str
     literals: tuple[str, ...]
     longest_s: float
+    stands_as_end = False
+    heeds_images = False
 
     @abc.abstractmethod
     def __init__(self, model_dir: Path) -> None:
@@ -84,9 +88,12 @@ class SoundProcessor(abc.ABC):
             ValidationError: the sound is not possible for this model.
         """
 
+    def _prepared(self, arrays: Arrays, pieces: tuple[tuple[str, int], ...]) -> Prepared:
+        return Prepared(arrays, self.placeholder, (Placeholders(pieces),))
 
-class WindowedSounds(SoundProcessor):
-    """Base of processors for Whisper's encoder, which takes windows of one length."""
+
+class WhisperSounds(SoundProcessor):
+    """Base of processors for Whisper's encoder; its windows have 30 s."""
 
     usual_token: str
 
@@ -115,9 +122,6 @@ class WindowedSounds(SoundProcessor):
     def build(self, encoder: JsonObject) -> None:
         """Set `literals` and `longest_s`."""
 
-    def _prepared(self, arrays: Arrays, pieces: tuple[tuple[str, int], ...]) -> Prepared:
-        return Prepared(arrays, self.placeholder, (Placeholders(pieces),))
-
 
 def extractor_options(model_dir: Path) -> JsonObject:
     """Return the options of the feature extractor. Raises ModelLoadError if no file has them."""
@@ -125,7 +129,7 @@ def extractor_options(model_dir: Path) -> JsonObject:
     return processor.child(EXTRACTOR) if EXTRACTOR in processor else read_json_object(model_dir / IMAGE_FILE)
 
 
-class Qwen2AudioSounds(WindowedSounds):
+class Qwen2AudioSounds(WhisperSounds):
     """One window at most, of which a shorter sound takes its share of embeddings."""
 
     usual_token = "<|AUDIO|>"
@@ -147,7 +151,7 @@ class Qwen2AudioSounds(WindowedSounds):
         return self._prepared({FEATURES: own, FRAMES: frames}, ((self.placeholder, count),))
 
 
-class VoxtralSounds(WindowedSounds):
+class VoxtralSounds(WhisperSounds):
     """As many windows as the sound needs, the last one filled with silence."""
 
     usual_token = "[AUDIO]"
@@ -173,7 +177,7 @@ class HearingProcessor(Processor):
     OPTIONS = frozenset()
     takes_images = False
     marker = placeholder = ""
-    kind: type[SoundProcessor]
+    kind: type[WhisperSounds]
 
     def __init__(self, model_dir: Path) -> None:
         self.sounds = self.kind(model_dir)

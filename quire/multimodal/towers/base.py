@@ -45,6 +45,7 @@ _MERGED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "q_k_v": ("q", "k", "v"),
     "query_key_value": ("query", "key", "value"),
+    "linear_q_k_v": ("linear_q", "linear_k", "linear_v"),
     "wi_0_wi_1": ("wi_0", "wi_1"),
 }
 """Layers that hold several modules of a checkpoint."""
@@ -53,6 +54,11 @@ _MERGED = {
 @dataclass(frozen=True)
 class TowerNames(Multimodal):
     """Names of a multimodal checkpoint's tensors as towers know them."""
+
+    @property
+    def further_dir(self) -> str:
+        """See `Multimodal.further_dir`."""
+        return self.encoder_dir
 
     def name_alone(self, name: str) -> str:
         """Return a name without the levels that only some files have."""
@@ -91,6 +97,8 @@ class Tower(CausalLM):
     """Prefixes of the tower's tensors; all others are the language model's."""
     lm_head = None
     base_prefix = ""
+    joined: Mapping[str, tuple[str, ...]] = _MERGED
+    """Name of a layer that holds several modules of a checkpoint -> their names."""
 
     def __init__(self, *, config: EngineConfig) -> None:
         super().__init__(config=config)
@@ -123,7 +131,7 @@ class Tower(CausalLM):
         for module in self.modules():
             if isinstance(module, Layer):
                 at, dot, leaf = module.name.rpartition(".")
-                yield [f"{at}{dot}{part}" for part in _MERGED.get(leaf, (leaf,))], module
+                yield [f"{at}{dot}{part}" for part in self.joined.get(leaf, (leaf,))], module
 
     def leaves_out(self, tensor_name: str) -> bool:
         """Return whether a tensor is the language model's, or one that the tower does not compute with."""
@@ -195,6 +203,12 @@ class LearnedTable(Layer):
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         part = replace(TensorPart.all(self.weight.shape), stored=self.stored)
         yield f"{names[0]}{self.suffix}", Slot(self.weight, "normal", part)
+
+
+def gated_by_second(x: Tensor) -> Tensor:
+    """Return `first half * silu(second half)`: [n, 2 * I] -> [n, I]."""
+    linear, gate = x.chunk(2, -1)
+    return ops.activate(gate.contiguous(), "silu") * linear
 
 
 def quick_gelu(x: Tensor) -> Tensor:

@@ -44,7 +44,13 @@ def load_tower(config: EngineConfig) -> Tower:
     assert arch.part_of is not None, "has_tower() says so"
     values: Mapping[str, Any] = json.loads(arch.part_of.config)
     whole = JsonObject(f"{config.model_dir}/config.json", dict(values))
-    names = TowerNames(arch.part_of.architecture, {}, (), encoder_length=arch.part_of.encoder_length)
+    names = TowerNames(
+        arch.part_of.architecture,
+        {},
+        (),
+        encoder_length=arch.part_of.encoder_length,
+        encoder_dir=arch.part_of.encoder_dir,
+    )
     own = replace(
         config,
         model_dir=arch.part_of.projector or config.model_dir,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tower of Phi-4-multimodal (2025, arXiv:2503.01743): SigLIP over an image's crops, averaged and separated by row.
+"""Tower of Phi-4-multimodal (2025, arXiv:2503.01743), for images: SigLIP over crops, averaged and separated by row.
 
 Attention is within a crop, in both directions, to what shows the image. transformers 5.23 computes so with eager
 attention; with SDPA, an image that fills all its crops becomes causal there.
@@ -23,6 +23,7 @@ from quire.kernels import ops
 from quire.layers.activation import PLAIN
 from quire.layers.base import Module
 from quire.models.json_object import JsonObject
+from quire.multimodal.processors.sound import FEATURES
 from quire.multimodal.towers.base import (
     Arrays,
     LearnedTable,
@@ -36,6 +37,8 @@ from quire.multimodal.towers.base import (
     sequences,
 )
 from quire.multimodal.towers.block import BlockShape, TowerBlock
+from quire.multimodal.towers.phi4_sound import ORIGINAL_NAMES as ORIGINAL_SOUND_NAMES
+from quire.multimodal.towers.phi4_sound import Phi4Ears, SoundNames
 from quire.worker.media_rows import Embeddings
 
 ORIGINAL = "Phi4MMForCausalLM"
@@ -43,6 +46,8 @@ ORIGINAL = "Phi4MMForCausalLM"
 _AT = "embed_tokens_extend"
 _EYES = f"{_AT}.image_embed"
 _SQUARE = 2
+_JOINED = {name: parts for name, parts in Tower.joined.items() if name != "gate_up_proj"}
+"""Its checkpoints have gate and up as one tensor."""
 
 
 @dataclass(frozen=True)
@@ -204,16 +209,20 @@ def _averaged(x: Tensor, crop: Crop) -> Tensor:
 
 
 class Phi4Tower(Tower):
-    """Encoder of images."""
+    """Encoders of images and of sounds."""
 
     parts = (f"{_AT}.",)
+    joined = _JOINED
 
     def __init__(self, *, config: EngineConfig, whole: JsonObject) -> None:
         super().__init__(config=config)
         is_original = whole.get("architectures") == [ORIGINAL]
         names = _ORIGINAL_NAMES if is_original else TensorNames()
         self.eyes = Phi4Eyes(self, whole, names)
-        self.unused = (*self.eyes.unused, rf"^{_AT}\.audio_embed\.")
+        of_sounds = ORIGINAL_SOUND_NAMES if is_original else SoundNames()
+        self.ears = Phi4Ears(self, whole, of_sounds, f"{_AT}.audio_embed")
+        self.unused = self.eyes.unused
 
     def slices(self, arrays: Arrays) -> Slices:
-        return (yield from self.eyes.slices(arrays))
+        """Compute an image or a sound, by the names of its arrays."""
+        return (yield from (self.ears if FEATURES in arrays else self.eyes).slices(arrays))

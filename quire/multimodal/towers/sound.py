@@ -21,21 +21,21 @@ from quire.multimodal.towers.block import tower_norm
 from quire.multimodal.towers.whisper import FEATURES, SpectrogramEncoder
 from quire.worker.media_rows import Embeddings
 
-_AT = "audio_tower"
-_PROJECTOR = "multi_modal_projector"
+_AT, _ALONE = "audio_tower", "encoder"  # The latter in a checkpoint of Whisper.
+PROJECTOR = "multi_modal_projector"
 
 
 class SoundTower(Tower):
     """Encoder and the norm after it; subclasses project."""
 
-    parts = (f"{_AT}.", f"{_PROJECTOR}.")
-
     def __init__(self, *, config: EngineConfig, whole: JsonObject) -> None:
         super().__init__(config=config)
-        options = encoder_options(whole)
+        options, names = encoder_options(whole), config.arch.part_of
         options.only("scale_embedding", False)
-        self.encoder = SpectrogramEncoder(self, options, _AT)
-        self.norm = tower_norm(config, "layer", self.encoder.size, 1e-5, f"{_AT}.layer_norm")
+        at = _ALONE if names is not None and names.encoder_dir else _AT
+        self.parts = (f"{at}.", f"{PROJECTOR}.")
+        self.encoder = SpectrogramEncoder(self, options, at)
+        self.norm = tower_norm(config, "layer", self.encoder.size, 1e-5, f"{at}.layer_norm")
         self.build(whole, options)
 
     def build(self, whole: JsonObject, options: JsonObject) -> None:
@@ -56,7 +56,7 @@ class Qwen2AudioTower(SoundTower):
     """Qwen2-Audio: pairs of rows are averaged before the norm; a sound shorter than a window has fewer."""
 
     def build(self, whole: JsonObject, options: JsonObject) -> None:
-        self.linear_out = self.linear(self.encoder.size, self.hidden_size, True, f"{_PROJECTOR}.linear")
+        self.linear_out = self.linear(self.encoder.size, self.hidden_size, True, f"{PROJECTOR}.linear")
 
     def slices(self, arrays: Arrays) -> Slices:
         """Compute [m, H] from `input_features` [1, B, F'] and the number of frames that the sound has."""
@@ -82,8 +82,8 @@ class VoxtralTower(SoundTower):
                 f"{whole.where}: rows of {encoder.size} cannot be joined to rows of {self.width}"
             )
         self.projection = Projection(
-            self.linear(self.width, self.hidden_size, False, f"{_PROJECTOR}.linear_1"),
-            self.linear(self.hidden_size, self.hidden_size, False, f"{_PROJECTOR}.linear_2"),
+            self.linear(self.width, self.hidden_size, False, f"{PROJECTOR}.linear_1"),
+            self.linear(self.hidden_size, self.hidden_size, False, f"{PROJECTOR}.linear_2"),
             activation_of(whole, "projector_hidden_act", "gelu"),
         )
 

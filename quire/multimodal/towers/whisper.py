@@ -70,7 +70,7 @@ class SpectrogramEncoder(Module):
         self.positions = LearnedTable(
             self.length, size, config=config, name=f"{at}.embed_positions", suffix=".weight"
         )
-        shape = BlockShape(
+        self.shape = BlockShape(
             channels=size,
             heads=heads,
             head_dim=size // heads,
@@ -82,12 +82,17 @@ class SpectrogramEncoder(Module):
             mlp=("fc1", "fc2"),
         )
         self.layers = nn.ModuleList(
-            TowerBlock(config=config, shape=shape, at=f"{at}.layers.{layer}")
+            TowerBlock(config=config, shape=self.shape, at=f"{at}.layers.{layer}")
             for layer in range(options.integer("encoder_layers"))
         )
 
-    def slices(self, given: Tensor, num_rows: int) -> Generator[None, None, Tensor]:
-        """Compute the first rows [num_rows, C] of a spectrogram [B, F]; later frames affect the last row only."""
+    def slices(
+        self, given: Tensor, num_rows: int, hidden: Tensor | None = None
+    ) -> Generator[None, None, Tensor]:
+        """Compute the first rows [num_rows, C] of a spectrogram [B, F]; later frames affect the last row only.
+
+        `hidden` [num_rows] are the rows to which no row attends; None: there are none.
+        """
         x = self._convolved(self.conv1, given, 1)
         yield
         x = self._convolved(self.conv2, x.T, 2)[:num_rows] + self.positions.weight[:num_rows]
@@ -95,7 +100,7 @@ class SpectrogramEncoder(Module):
         alone = sequences([num_rows], x.device)
         for layer in self.layers:
             assert isinstance(layer, TowerBlock)
-            x = yield from layer.slices(x, alone)
+            x = yield from layer.slices(x, alone, hidden=hidden)
         return x
 
     def _convolved(self, layer: PatchLinear, x: Tensor, stride: int) -> Tensor:
