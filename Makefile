@@ -185,13 +185,15 @@ $(VENV)/.docs: $(STAMP)
 	@echo 'installing mkdocs'; $(PIP) mkdocs-material
 	@touch $@
 
-MERMAID := build/mermaid
+SCRIPTS := build/scripts
 
-# Without npm, a browser loads the library that draws diagrams from its public host.
+# Without npm, a browser loads the scripts that draw diagrams and search from their public host.
 .PHONY: docs
 docs: install $(VENV)/.docs
-	@[ -e $(MERMAID)/package ] || ! command -v npm > /dev/null || { mkdir -p $(MERMAID) \
-	  && (cd $(MERMAID) && npm pack --silent mermaid@11 > /dev/null && tar -xzf mermaid-*.tgz package/dist/mermaid.min.js); }
+	@[ -e $(SCRIPTS)/iframe-worker.js ] || ! command -v npm > /dev/null || { mkdir -p $(SCRIPTS) && cd $(SCRIPTS) \
+	  && npm pack --silent mermaid@11 iframe-worker@1 > /dev/null \
+	  && tar -xzOf mermaid-*.tgz package/dist/mermaid.min.js > mermaid.min.js \
+	  && tar -xzOf iframe-worker-*.tgz package/shim/index.js > iframe-worker.js; }
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo 'site: build/site/index.html'
 

@@ -18,10 +18,13 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parents[1]
 DOCS = "docs/"
-DIAGRAMS = ROOT / "build/mermaid/package/dist/mermaid.min.js"  # `make docs` fetches it if npm is there.
+# `make docs` fetches both if npm is there: what draws diagrams, and what searches in pages that are opened as files.
+DIAGRAMS, SEARCH = ROOT / "build/scripts/mermaid.min.js", ROOT / "build/scripts/iframe-worker.js"
+SEARCH_ELSEWHERE = "https://unpkg.com/iframe-worker/shim"  # where the theme loads it from
 HOME = {"README.md": "index.md"}  # The site has a first page of its own.
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -35,10 +38,18 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Take the search's script from the site itself, if it is there: files are read without a network."""
+    if not SEARCH.exists():
+        return output
+    return output.replace(SEARCH_ELSEWHERE, get_relative_url(f"assets/{SEARCH.name}", page.url))
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add every file outside `docs/` that a page links to, directly or through other such files."""
-    if DIAGRAMS.exists():
-        files.append(File.generated(config, f"assets/{DIAGRAMS.name}", abs_src_path=str(DIAGRAMS)))
+    scripts = (script for script in (DIAGRAMS, SEARCH) if script.exists())
+    for script in scripts:
+        files.append(File.generated(config, f"assets/{script.name}", abs_src_path=str(script)))
     waiting = [(DOCS + file.src_uri, file.content_string) for file in files.documentation_pages()]
     known = {file.src_uri for file in files}
     while waiting:

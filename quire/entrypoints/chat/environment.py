@@ -549,7 +549,8 @@ def make_environment() -> ImmutableSandboxedEnvironment:
         _TURN: turn,
         _COMPARED: compared,
     }
-    environment.tests |= {name: _comparing(environment.tests[name]) for name in COMPARISONS}
+    tests: dict[str, Any] = environment.tests
+    tests |= {name: _comparing(tests[name]) for name in COMPARISONS}
     for name in REMOVED_FILTERS:
         del environment.filters[name]
     del environment.globals["lipsum"]
