@@ -455,14 +455,14 @@ def rules_of(entry: ModelEntry) -> ModelRules:
 
 def _needs_restart(before: ModelEntry | None, after: ModelEntry) -> bool:
     """Return whether an entry differs from an earlier one in more than the planner's rules."""
-    rules = {
-        "pinned": after.pinned,
-        "preload": after.preload,
-        "keep_alive_s": after.keep_alive_s,
-        "sleep": after.sleep,
-        "max_requests": after.max_requests,
-    }
-    return before is None or replace(before, **rules) != after
+    return before is None or after != replace(
+        before,
+        pinned=after.pinned,
+        preload=after.preload,
+        keep_alive_s=after.keep_alive_s,
+        sleep=after.sleep,
+        max_requests=after.max_requests,
+    )
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
