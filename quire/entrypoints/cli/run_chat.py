@@ -234,7 +234,9 @@ class ChatSession:
 
     def _command(self, text: str) -> None:
         name, _, rest = text.partition(" ")
-        shows = {f"/{kind}": partial(self._show, kind) for kind in MEDIA_KINDS}
+        shows: dict[str, Callable[[str], None]] = {
+            f"/{kind}": partial(self._show, kind) for kind in MEDIA_KINDS
+        }
         commands = {
             "/set": self._set, "/unset": self._unset, **shows, "/clear": self._clear, "/help": self._help
         }  # fmt: skip

@@ -177,7 +177,7 @@ class HearingProcessor(Processor):
     OPTIONS = frozenset()
     takes_images = False
     marker = placeholder = ""
-    kind: type[WhisperSounds]
+    kind: type[SoundProcessor]
 
     def __init__(self, model_dir: Path) -> None:
         self.sounds = self.kind(model_dir)

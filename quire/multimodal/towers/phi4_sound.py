@@ -195,7 +195,7 @@ class HalfMLP(Module):
         return found
 
 
-class Convolution(Module):
+class Phi4Convolution(Module):
     """Norm, gate, causal convolution of each channel, and two linear layers with SiLU between them."""
 
     def __init__(self, tower: Tower, size: int, kernel: int, at: str) -> None:
@@ -225,7 +225,7 @@ class Convolution(Module):
         return found
 
 
-class ConformerBlock(SlicedBlock):
+class Phi4ConformerBlock(SlicedBlock):
     """Half an MLP, attention, a convolution and half an MLP, each added to the stream, and a norm."""
 
     def __init__(self, tower: Tower, shape: BlockShape, kernel: int, at: str, names: SoundNames) -> None:
@@ -245,7 +245,7 @@ class ConformerBlock(SlicedBlock):
             name=f"{at}.self_attn.{names.qkv}",
         )
         self.out = tower.linear(size, size, True, f"{at}.self_attn.{names.out}")
-        self.convolution = Convolution(tower, size, kernel, f"{at}.conv")
+        self.convolution = Phi4Convolution(tower, size, kernel, f"{at}.conv")
 
     def slices(
         self,
@@ -305,7 +305,7 @@ class Phi4Ears(Module):
             tower, 2 * self.farthest, heads, name=f"{encoder}.relative_attention_bias_layer.bias_values"
         )
         self.blocks = nn.ModuleList(
-            ConformerBlock(
+            Phi4ConformerBlock(
                 tower, shape, options.integer("kernel_size"), f"{encoder}.encoders.{number}", names
             )
             for number in range(options.integer("num_blocks"))
@@ -336,7 +336,7 @@ class Phi4Ears(Module):
             x = F.pad(x, (0, 0, 0, CHUNK - len(x) if count > CHUNK else 0))
             together = sequences([len(x)], x.device)
             for block in self.blocks:
-                assert isinstance(block, ConformerBlock)
+                assert isinstance(block, Phi4ConformerBlock)
                 x = yield from block.slices(x, together, relative_bias=bias)
             for rows in chunks(last - first, self.flops_per_row):
                 done.append(projection(x[: last - first][rows]))
