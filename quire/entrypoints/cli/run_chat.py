@@ -233,8 +233,10 @@ class ChatSession:
 
     def _command(self, text: str) -> None:
         name, _, rest = text.partition(" ")
-        shows = {f"/{kind}": partial(self._show, kind) for kind in MEDIA_KINDS}
-        commands = {
+        shows: dict[str, Callable[[str], None]] = {
+            f"/{kind}": partial(self._show, kind) for kind in MEDIA_KINDS
+        }
+        commands: dict[str, Callable[[str], None]] = {
             "/set": self._set, "/unset": self._unset, **shows, "/clear": self._clear, "/help": self._help
         }  # fmt: skip
         if name not in commands:
