@@ -176,9 +176,8 @@ def test_missing_method_says_what_to_do(llm: LLM, name: str, sentence: str) -> N
 
 
 def test_keywords_of_methods_are_accepted_or_refused(llm: LLM) -> None:
-    (plain,) = llm.chat(
-        QUESTION, GREEDY, use_tqdm=False, chat_template_content_format="openai", priority=None
-    )  # type: ignore[call-arg]
+    theirs: dict[str, Any] = {"chat_template_content_format": "openai", "priority": None}
+    (plain,) = llm.chat(QUESTION, GREEDY, use_tqdm=False, **theirs)
     assert plain.outputs[0].text == ANSWER
     llm.sleep(level=0, mode="wait")  # type: ignore[call-arg]
     llm.wake_up()
@@ -190,8 +189,9 @@ def test_keywords_of_methods_are_accepted_or_refused(llm: LLM) -> None:
         ),
         ("mm_processor_kwargs", "give it in each prompt"),
     ):
+        refused: dict[str, Any] = {keyword: [1]}
         with pytest.raises(ValidationError, match=sentence):
-            llm.generate("Hello", **{keyword: [1]})  # type: ignore[arg-type]
+            llm.generate("Hello", **refused)
     with pytest.raises(TypeError, match=r"LLM\.generate has no argument 'use_tdqm'; did you mean 'use_tqdm'"):
         llm.generate("Hello", use_tdqm=False)  # type: ignore[call-arg]
 

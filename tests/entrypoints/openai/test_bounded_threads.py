@@ -126,7 +126,8 @@ OPERATIONS = (
 
 @folded("source", OPERATIONS)
 def test_operation_of_an_interrupted_thread_ends_it(source: str) -> None:
-    template, ends = make_environment().from_string(source), []
+    template = make_environment().from_string(source)
+    ends: list[str] = []
 
     def render() -> None:
         try:
