@@ -237,11 +237,7 @@ class ChatSession:
         shows: dict[str, Callable[[str], None]] = {
             f"/{kind}": partial(self._show, kind) for kind in MEDIA_KINDS
         }
-<<<<<<< HEAD
-        commands = {
-=======
         commands: dict[str, Callable[[str], None]] = {
->>>>>>> door
             "/set": self._set, "/unset": self._unset, **shows, "/clear": self._clear, "/help": self._help
         }  # fmt: skip
         if name not in commands:
