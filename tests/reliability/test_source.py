@@ -23,7 +23,7 @@ BUILT_INS = {"eval", "exec", "compile", "__import__"}
 DYNAMIC_IMPORTS = {
     "quire/__init__.py", "quire/plugins.py", "quire/kernels/ops.py",
     "quire/kernels/attention_backends.py", "quire/entrypoints/cli/main.py", "quire/entrypoints/cli/run.py",
-    "quire/multimodal/door/video.py",
+    "quire/engine/core_process.py", "quire/model_router/child_process.py", "quire/multimodal/door/video.py",
     "quire/speech/audio.py", "quire/speech/resampling.py", "quire/torch_import.py", "quire/vllm_names/imports.py",
 }  # fmt: skip
 """What they import is named by the source or by the operator."""
