@@ -185,7 +185,7 @@ async def test_media_are_those_that_each_model_takes(tmp_path: Path) -> None:
     door.close()
     sees_too = make_door(config_of(tmp_path, "gemma4"), offline=True)
     assert sees_too is not None
-    assert sees_too.kinds == ["image", "audio"]
+    assert sees_too.kinds == ["image", "video", "audio"]
     sees_too.close()
 
 
