@@ -15,8 +15,7 @@ def kinds_of(layers: Iterable[nn.Module]) -> list[list[int]]:
     """Group layer numbers by kind, in the order of first occurrence.
 
     Layers of a kind take the same time: the same modules, with parameters of the same shapes and formats. Invariant:
-    kinds
-    are found on a model without weights, from the modules and never from names or numbers.
+    kinds are found on a model without weights, from the modules and never from names or numbers.
     """
     kinds: dict[Hashable, list[int]] = {}
     for number, layer in enumerate(layers):

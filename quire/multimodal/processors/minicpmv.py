@@ -63,7 +63,7 @@ IMAGE_NAMES, VIDEO_NAMES = (
     ("pixel_values", "target_sizes"),
     ("pixel_values_videos", "target_sizes_videos"),
 )
-"""What the encoder takes: the patches of all tiles, and the rows and columns of each tile."""
+"""Names of arrays for the encoder: the patches of all tiles, and the rows and columns of each tile."""
 
 
 class Cut(NamedTuple):

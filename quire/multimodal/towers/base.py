@@ -226,19 +226,29 @@ def activation_of(config: JsonObject, key: str, default: str) -> Callable[[Tenso
     return known[config.choice(key, tuple(known), default)]
 
 
+Rows = Generator[None, None, Tensor]
+"""Computation in slices, which returns rows."""
+
+
 def chunks(num_rows: int, flops_per_row: float, least: int = _LEAST_ROWS) -> Iterable[slice]:
     """Return the rows of each slice of a computation on independent rows, at least so many."""
     size = max(least, int(_SLICE_FLOPS / max(flops_per_row, 1.0)))
     return (slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size))
 
 
-def in_slices(patch: PatchLinear, patches: NDArray[Any], tower: Tower) -> Generator[None, None, Tensor]:
-    """Compute the patches of an item, some at a time: [n, K] on the host -> [n, C]."""
+def by_rows(compute: Callable[[Any], Tensor], x: Tensor | NDArray[Any], flops_per_row: float) -> Rows:
+    """Compute what each row gives by itself, some rows at a time."""
     done = []
-    for rows in chunks(len(patches), 2.0 * patch.weight_rows * patches.shape[1]):
-        done.append(patch(tower.to_device(patches[rows]), NO_STEP))
+    for rows in chunks(len(x), flops_per_row):
+        done.append(compute(x[rows]))
         yield
     return torch.cat(done)
+
+
+def in_slices(patch: PatchLinear, patches: NDArray[Any], tower: Tower) -> Rows:
+    """Compute the patches of an item, some at a time: [n, K] on the host -> [n, C]."""
+    flops = 2.0 * patch.weight_rows * patches.shape[1]
+    return by_rows(lambda part: patch(tower.to_device(part), NO_STEP), patches, flops)
 
 
 def sequences(lengths: Sequence[int], device: torch.device) -> GroupMetadata:

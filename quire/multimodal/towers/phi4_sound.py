@@ -35,6 +35,7 @@ from quire.multimodal.towers.base import (
     Projection,
     Slices,
     Tower,
+    by_rows,
     chunks,
     gated_by_second,
     sequences,
@@ -255,21 +256,13 @@ class Phi4ConformerBlock(SlicedBlock):
         relative_bias: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Generator[None, None, Tensor]:
-        x = yield from self._in_slices(self.first, x)
+        x = yield from by_rows(self.first, x, self.first.flops_per_row)
         x = yield from super().slices(x, metadata, angles, relative_bias, hidden)
         x = self.convolution(x)
         yield
-        x = yield from self._in_slices(self.last, x)
+        x = yield from by_rows(self.last, x, self.last.flops_per_row)
         found: Tensor = self.norm(x)
         return found
-
-    @staticmethod
-    def _in_slices(mlp: HalfMLP, x: Tensor) -> Generator[None, None, Tensor]:
-        out = torch.empty_like(x)
-        for rows in chunks(len(x), mlp.flops_per_row):
-            out[rows] = mlp(x[rows])
-            yield
-        return out
 
     def _heads(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.qkv.heads(self.norm_attention(x), NO_STEP)
@@ -338,9 +331,7 @@ class Phi4Ears(Module):
             for block in self.blocks:
                 assert isinstance(block, Phi4ConformerBlock)
                 x = yield from block.slices(x, together, relative_bias=bias)
-            for rows in chunks(last - first, self.flops_per_row):
-                done.append(projection(x[: last - first][rows]))
-                yield
+            done.append((yield from by_rows(projection, x[: last - first], self.flops_per_row)))
         return Embeddings(torch.cat(done))
 
     def _embedded(self, frames: Tensor, first: int, last: int) -> Generator[None, None, Tensor]:

@@ -20,7 +20,7 @@ attends to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,14 +33,11 @@ from quire.layers.base import Module, activation_dtype
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.models.json_object import JsonObject
 from quire.multimodal.processors.sound import FEATURES
-from quire.multimodal.towers.base import NO_STEP, Arrays, LearnedTable, PatchLinear, Tower, chunks
+from quire.multimodal.towers.base import NO_STEP, Arrays, LearnedTable, PatchLinear, Rows, Tower, by_rows
 
 _SLOWEST = 1e4  # Of the sines' wavelengths over 2 pi.
 _COLLECTING = 4  # Time of a convolution with what it copies, by that of the matmul.
 _WIDER = 4  # Inner size of a feed-forward module by the outer one.
-
-Rows = Generator[None, None, Tensor]
-"""Computation in slices."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +113,6 @@ class PlainLinear(Module):
 
 def _norm(tower: Tower, size: int, name: str, eps: float = 1e-6) -> RMSNorm:
     return RMSNorm(size=size, eps=eps, dtype=activation_dtype(tower.config), name=name)
-
-
-def by_rows(compute: Callable[[Tensor], Tensor], x: Tensor, flops_per_row: float) -> Rows:
-    """Compute what each row gives by itself, some rows at a time."""
-    done = []
-    for rows in chunks(len(x), flops_per_row):
-        done.append(compute(x[rows]))
-        yield
-    return torch.cat(done)
 
 
 class CumulativeNorm(Module):
