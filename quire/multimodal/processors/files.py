@@ -25,6 +25,7 @@ class ProcessorFiles:
     """Objects of the files.
 
     Attributes:
+        model_dir: where they are.
         config: config.json.
         image: options of the image processor, the operator's included.
         video: those of the video processor, which are the image processor's in older checkpoints.
@@ -49,7 +50,7 @@ class ProcessorFiles:
             video = image
         self.image = _with_options(image, options, SCOPES[IMAGE])
         self.video = _with_options(video, options, SCOPES[VIDEO])
-        self._model_dir = model_dir
+        self.model_dir = model_dir
 
     @property
     def vision(self) -> JsonObject:
@@ -58,7 +59,7 @@ class ProcessorFiles:
 
     def token(self, name: str, usual: str) -> str:
         """Return a token by its name in the processor's or the tokenizer's file; `usual` if neither has it."""
-        return token_of(self._model_dir, name, usual)
+        return token_of(self.model_dir, name, usual)
 
 
 def token_of(model_dir: Path, name: str, usual: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from quire.multimodal.processors.base import (
     Arrays,
     Placeholders,
     Prepared,
-    Processor,
     Size,
     request_errors,
     request_options,
@@ -83,14 +81,8 @@ class Gemma4Processor(FilesProcessor):
         self.literals = (first, self.placeholder, last)
         self._text = f"{first}{self.placeholder}{last}"
         self.videos = Gemma4Videos(files, (first, last), both_ways=self._both_ways)
-
-    @classmethod
-    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        files = ProcessorFiles(model_dir, options)
-        processor = cls(files)
         if "audio_config" in files.config:
-            processor.sounds = Gemma4Sounds(model_dir)
-        return processor
+            self.sounds = Gemma4Sounds(files.model_dir)
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from quire.multimodal.processors.base import (
     Arrays,
     Placeholders,
     Prepared,
-    Processor,
     Size,
     check_prepared_pixels,
     request_errors,
@@ -71,12 +69,7 @@ class Phi4Processor(FilesProcessor):
         self._most(image)
         self.placeholder = self.marker = files.token("image_token", IMAGE_TOKEN)
         self.literals = (self.placeholder,)
-
-    @classmethod
-    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
-        found = cls(ProcessorFiles(model_dir, options))
-        found.sounds = Phi4Sounds(model_dir)
-        return found
+        self.sounds = Phi4Sounds(files.model_dir)
 
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         with request_errors():
