@@ -12,6 +12,7 @@ room in order of arrival; each hold ends with the embeddings, or with its reques
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.scheduler import Scheduler
 
 DETAIL = "its media"
+_MOST_TEXTS = 64  # Of one call of the executor.
 IDLE_SLICE_S = 0.1
 """Time of a slice while no step waits for it: a new request or an abort waits for so long at most."""
 
@@ -274,18 +276,29 @@ class MediaHolds(CoreFeature):
         return updates
 
     def _encode(self, slice_s: float) -> list[RequestUpdate]:
-        """Encode item after item, so that it is known whose was in work if the core dies of one."""
+        """Encode item after item, so that it is known whose was in work if the core dies of one; texts together."""
         updates: list[RequestUpdate] = []
         left_s, until = slice_s, self._clock() + slice_s
-        for digest, entry in list(self._table.unfinished.items()):
-            self._executor.note_encoding(list(entry.users))
-            progress = self._executor.encode_media([entry.item], left_s)
+        is_done = True
+        while is_done and left_s > 0 and (entries := self._next_entries()):
+            self._executor.note_encoding([name for entry in entries for name in entry.users])
+            progress = self._executor.encode_media([entry.item for entry in entries], left_s)
+            is_done = len(progress.done) + len(progress.failed) == len(entries)
             updates += self._apply(progress)
             left_s = until - self._clock()
-            if left_s <= 0 or digest not in {*progress.done, *progress.failed}:
-                break
         self._executor.note_encoding(())
         return updates
+
+    def _next_entries(self) -> list[EmbeddingEntry]:
+        """Return the next entry to be encoded, and if it is a text, the texts that follow it."""
+        found: list[EmbeddingEntry] = []
+        for entry in itertools.islice(self._table.unfinished.values(), _MOST_TEXTS):
+            if found and entry.item.kind != "text":
+                break
+            found.append(entry)
+            if entry.item.kind != "text":
+                break
+        return found
 
     def add_stats(self, stats: SchedulerStats) -> None:
         if not self._stats.num_items:

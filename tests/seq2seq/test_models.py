@@ -57,10 +57,13 @@ def test_tokens_and_logprobs_equal_transformers(loaded: tuple[Any, LLM]) -> None
 
 def test_bits_do_not_depend_on_company(loaded: tuple[Any, LLM]) -> None:
     _, llm = loaded
-    llm.llm_engine.reset_prefix_cache()
-    together = found(llm.generate(list(TEXTS), GREEDY, use_tqdm=False))
-    llm.llm_engine.reset_prefix_cache()
-    alone = [found(llm.generate([text], GREEDY, use_tqdm=False))[0] for text in reversed(TEXTS)]
+    runs = []
+    for prompts in ([list(TEXTS)], [[text] for text in reversed(TEXTS)]):
+        assert llm.reset_prefix_cache()
+        assert llm.reset_encoder_cache()
+        runs.append([found(llm.generate(each, GREEDY, use_tqdm=False)) for each in prompts])
+    (together,), apart = runs
+    alone = [each for (each,) in apart]
     assert alone[::-1] == together
     cached = llm.generate(list(TEXTS), GREEDY, use_tqdm=False)
     assert found(cached) == together

@@ -32,6 +32,8 @@ from quire.models.base import CausalLM
 from quire.models.json_object import JsonObject
 from quire.worker.media_rows import Embeddings
 
+TOKEN_IDS, LENGTHS = "token_ids", "lengths"
+"""Arrays of texts: their tokens one behind the other, and how many each has."""
 Arrays = Mapping[str, NDArray[Any]]
 Slices = Generator[None, None, Embeddings]
 """Computation of one item: yields between slices, and returns the embeddings."""
@@ -108,6 +110,10 @@ class Tower(CausalLM):
     def slices(self, arrays: Arrays) -> Slices:
         """Compute an item from the processor's arrays."""
         raise NotImplementedError
+
+    def joins(self, token_ids: Sequence[int]) -> bool:
+        """Return whether a text may be computed in one item with others, and has the same bits then."""
+        return False
 
     def begin(self, arrays: Arrays) -> TowerState:
         """Return the state of an item of which nothing is computed yet.

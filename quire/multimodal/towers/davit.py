@@ -9,7 +9,7 @@ Shapes: n patches of rows x columns, C channels in g groups of D.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from quire.layers.norm import LayerNorm
 from quire.models.json_object import JsonObject
 from quire.multimodal.towers.base import (
     NO_STEP,
+    TOKEN_IDS,
     Arrays,
     LearnedTable,
     PatchLinear,
@@ -31,7 +32,7 @@ from quire.multimodal.towers.base import (
     sequences,
 )
 from quire.multimodal.towers.swin import windows_of
-from quire.multimodal.towers.text import TOKEN_IDS, BartTower
+from quire.multimodal.towers.text import BartTower
 
 _TAPS = 3
 PIXELS = "pixel_values"
@@ -62,6 +63,10 @@ class FlorenceTower(BartTower):
         )
         self.projection = self.linear(size, self.hidden_size, False, f"{at}.image_projection")
         self.projection_norm = _norm(self, self.hidden_size, f"{at}.image_proj_norm")
+
+    def joins(self, token_ids: Sequence[int]) -> bool:
+        """See `Tower.joins`."""
+        return self.image_token not in token_ids and super().joins(token_ids)
 
     def slices(self, arrays: Arrays) -> Slices:
         """Compute [E, C] from `token_ids` [E], and perhaps `pixel_values` [1, 3, height, width]."""

@@ -4,15 +4,17 @@ arXiv:1910.10683).
 
 An encoder has the options of its decoder (`quire.models.families.bart`, `t5`), and sizes of its own.
 
-Shapes: E tokens, C channels.
+Shapes: E tokens of one text or several, C channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
@@ -23,17 +25,16 @@ from quire.layers.base import activation_dtype
 from quire.layers.embedding import SinusoidalEmbedding, VocabEmbedding
 from quire.layers.relative_bias import RelativeBias
 from quire.models.json_object import JsonObject
-from quire.multimodal.towers.base import Arrays, LearnedTable, Slices, Tower, sequences
+from quire.multimodal.towers.base import LENGTHS, TOKEN_IDS, Arrays, LearnedTable, Slices, Tower, sequences
 from quire.multimodal.towers.block import BlockShape, TowerBlock, tower_norm
 from quire.worker.media_rows import Embeddings
-
-TOKEN_IDS = "token_ids"
 
 
 class TextTower(Tower):
     """Token embedding, blocks and a final norm.
 
-    Invariant: rows depend on a text's tokens alone, since texts are computed one at a time.
+    Invariant: rows depend on a text's tokens alone. On a CPU every operation gives a row the same bits among any
+    others, so short texts are computed together; elsewhere one at a time.
     """
 
     parts: tuple[str, ...] = ("encoder.",)
@@ -124,22 +125,32 @@ class TextTower(Tower):
             scale=arch.attention_scale,
         )
 
+    def joins(self, token_ids: Sequence[int]) -> bool:
+        """See `Tower.joins`."""
+        return self.device.type == "cpu" and self._takes(np.asarray(token_ids, dtype=np.int64))
+
+    def _takes(self, ids: NDArray[np.int64]) -> bool:
+        """Return whether these are the tokens of a text."""
+        return 0 < len(ids) <= self.most_tokens and bool(((ids >= 0) & (ids < self.vocab_size)).all())
+
     def slices(self, arrays: Arrays) -> Slices:
         """Compute [E, C] from `token_ids` [E]."""
         return (yield from self.slices_of(arrays, None))
 
     def slices_of(self, arrays: Arrays, image: Tensor | None) -> Slices:
         """Compute [E, C] from `token_ids` [E] and the rows [m, C] of an image, if some of them take its place."""
-        ids = torch.from_numpy(np.asarray(arrays[TOKEN_IDS], dtype=np.int64)).to(self.device)
-        if not 0 < len(ids) <= self.most_tokens or not bool(((ids >= 0) & (ids < self.vocab_size)).all()):
-            raise ValidationError(
-                f"a text must have 1 to {self.most_tokens} tokens below {self.vocab_size}, got {len(ids)}"
-            )
-        x = self._embedded(ids, image)
-        alone = sequences([len(ids)], x.device)
+        ids = np.asarray(arrays[TOKEN_IDS], dtype=np.int64)
+        lengths = [int(length) for length in arrays.get(LENGTHS, (len(ids),))]
+        for text in np.split(ids, np.cumsum(lengths)[:-1]):
+            if not self._takes(text):
+                raise ValidationError(
+                    f"a text must have 1 to {self.most_tokens} tokens below {self.vocab_size}, got {len(text)}"
+                )
+        x = self._embedded(torch.from_numpy(ids).to(self.device), lengths, image)
+        apart = sequences(lengths, x.device)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, TowerBlock)
-            x = yield from layer.slices(x, alone, relative_bias=self.bias_of(number))
+            x = yield from layer.slices(x, apart, relative_bias=self.bias_of(number))
         return Embeddings(x if self.norm is None else self.norm(x))
 
     def token_rows(self, ids: Tensor, image: Tensor | None) -> Tensor:
@@ -147,9 +158,9 @@ class TextTower(Tower):
         rows: Tensor = self.embed_tokens(ids)
         return rows
 
-    def _embedded(self, ids: Tensor, image: Tensor | None) -> Tensor:
+    def _embedded(self, ids: Tensor, lengths: Sequence[int], image: Tensor | None) -> Tensor:
         x = self.token_rows(ids, image)
-        positions = torch.arange(len(ids), device=ids.device)
+        positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
         if isinstance(self.embed_positions, LearnedTable):
             x = x + ops.embedding(positions + self.config.arch.position_offset, self.embed_positions.weight)
         elif self.embed_positions is not None:

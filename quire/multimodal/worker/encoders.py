@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Store of embeddings by digest, and their computation in slices.
 
-Invariant: an item is computed once while the store has it, alone, and in an order of operations that depends on
-nothing else. A bad item costs itself: the reason is in the progress, and nothing is raised.
+Invariant: an item is computed once while the store has it, and in an order of operations that depends on nothing else:
+alone, or short texts together where each row has the same bits in any company. A bad item costs itself: the reason is
+in the progress, and nothing is raised.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from quire.layers.base import activation_dtype
 from quire.media import EncodeProgress, MediaItem
 from quire.models.safetensors_file import SafetensorsFile
 from quire.multimodal.families import FAMILIES
-from quire.multimodal.towers.base import Tower, TowerState
+from quire.multimodal.towers.base import LENGTHS, TOKEN_IDS, Tower, TowerState
 from quire.multimodal.towers.load import has_tower, load_tower, warm_up
 from quire.plugins import import_place
 from quire.worker.media_rows import Embeddings
@@ -32,6 +34,15 @@ from quire.worker.media_rows import Embeddings
 logger = logging.getLogger(__name__)
 
 _VALUES = "values"  # of an item of kind "embeds"
+_MOST_JOINED = 512
+"""Most rows of texts that are computed together: more are no faster, and all of them wait for the last."""
+
+
+class _Work(NamedTuple):
+    """Items that the tower is computing, of which several are texts."""
+
+    items: list[MediaItem]
+    state: TowerState
 
 
 def open_encoder(config: EngineConfig) -> EncoderStore:
@@ -63,7 +74,7 @@ class EncoderStore:
         self._tower = tower
         self._dtype = activation_dtype(config)
         self._done: dict[bytes, Embeddings] = {}
-        self._begun: dict[bytes, TowerState] = {}
+        self._begun: dict[bytes, _Work] = {}
 
     def embeddings(self, digest: bytes) -> Embeddings | None:
         """Return an item's embeddings; None: the store has none."""
@@ -76,15 +87,12 @@ class EncoderStore:
         failed: dict[bytes, str] = {}
         is_first = True
         with library.as_in_kernels():
-            for item in items:
+            for place, item in enumerate(items):
                 while item.digest not in self._done and item.digest not in failed:
                     if not is_first and time.monotonic() >= until:
                         return self._progress(items, failed)
                     is_first = False
-                    reason = self._advance(item)
-                    if reason is not None:
-                        failed[item.digest] = reason
-                        self._begun.pop(item.digest, None)
+                    failed |= self._advance(items[place:])
         return self._progress(items, failed)
 
     def compute(self, item: MediaItem) -> Generator[None, None, Embeddings]:
@@ -109,36 +117,74 @@ class EncoderStore:
         done = list(dict.fromkeys(item.digest for item in items if item.digest in self._done))
         return EncodeProgress(done, failed, {digest: _num_bytes(self._done[digest]) for digest in done})
 
-    def _advance(self, item: MediaItem) -> str | None:
-        """Compute one slice of an item; return why it cannot be encoded, or None."""
+    def _advance(self, items: Sequence[MediaItem]) -> dict[bytes, str]:
+        """Compute one slice of the first item, perhaps with others of them; return why items cannot be encoded."""
+        item = items[0]
         try:
-            return self._slice(item)
+            return self._slice(items)
         except (QuireError, ValueError, KeyError, IndexError, TypeError, OSError) as error:
             logger.warning("an item of kind %s cannot be encoded: %s", item.kind, error)
-            return f"it cannot be encoded: {error}"
+            reason = f"it cannot be encoded: {error}"
         except RuntimeError as error:  # torch's, for arrays of a shape that the tower cannot take
             logger.exception("an item of kind %s cannot be encoded", item.kind)
-            return f"it cannot be encoded: {error}"
+            reason = f"it cannot be encoded: {error}"
+        work = self._begun.get(item.digest)
+        return dict.fromkeys([item.digest] if work is None else self._ended(work), reason)
 
-    def _slice(self, item: MediaItem) -> str | None:
+    def _slice(self, items: Sequence[MediaItem]) -> dict[bytes, str]:
+        item = items[0]
         if item.kind == "embeds":
             file = SafetensorsFile(Path(item.path))
             return self._keep(item, Embeddings(file.tensor(file.tensors[_VALUES]).clone()))
         if self._tower is None:
-            return "the model has no encoder for it"
-        state = self._begun.get(item.digest)
-        if state is None:
-            state = self._begun[item.digest] = self._tower.begin(self._arrays(item))
-        if not self._tower.advance(state):
-            return None
-        del self._begun[item.digest]
-        return self._keep(item, self._tower.finish(state))
+            return {item.digest: "the model has no encoder for it"}
+        work = self._begun.get(item.digest) or self._begin(items, self._tower)
+        if not self._tower.advance(work.state):
+            return {}
+        failed: dict[bytes, str] = {}
+        wanted = self._ended(work)
+        for one, found in zip(work.items, _of_each(work.items, self._tower.finish(work.state)), strict=True):
+            if one.digest in wanted:
+                failed |= self._keep(one, found)
+        return failed
 
-    def _arrays(self, item: MediaItem) -> dict[str, NDArray[np.generic]]:
-        if item.kind == "text":
-            ids: dict[str, NDArray[np.generic]] = {"token_ids": np.asarray(item.token_ids, dtype=np.int64)}
-            return ids | self._floats(_read(item.path)) if item.path else ids
-        return self._floats(_read(item.path))
+    def _begin(self, items: Sequence[MediaItem], tower: Tower) -> _Work:
+        joined = self._joined(items, tower)
+        work = _Work(joined, tower.begin(self._arrays(joined)))
+        self._begun |= {one.digest: work for one in joined}
+        return work
+
+    def _joined(self, items: Sequence[MediaItem], tower: Tower) -> list[MediaItem]:
+        """Return the first item, and texts behind it that are computed together with it."""
+        first, *others = items
+        found, num_rows = [first], len(first.token_ids)
+        if first.path or not tower.joins(first.token_ids):
+            return found
+        for one in others:
+            is_new = one.digest not in self._done and one.digest not in self._begun
+            if is_new and not one.path and tower.joins(one.token_ids):
+                num_rows += len(one.token_ids)
+                if num_rows > _MOST_JOINED:
+                    break
+                found.append(one)
+        return found
+
+    def _ended(self, work: _Work) -> set[bytes]:
+        """Forget a work; return the digests for which it was done, those dropped meanwhile left out."""
+        wanted = {one.digest for one in work.items if self._begun.get(one.digest) is work}
+        for digest in wanted:
+            del self._begun[digest]
+        return wanted
+
+    def _arrays(self, items: Sequence[MediaItem]) -> dict[str, NDArray[np.generic]]:
+        item, ids = items[0], [one.token_ids for one in items]
+        if item.kind != "text":
+            return self._floats(_read(item.path))
+        texts: dict[str, NDArray[np.generic]] = {
+            TOKEN_IDS: np.concatenate([np.asarray(each, dtype=np.int64) for each in ids]),
+            LENGTHS: np.array([*map(len, ids)]),
+        }
+        return texts | self._floats(_read(item.path)) if item.path else texts
 
     def _floats(self, arrays: dict[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
         """Return what the tower takes of the arrays in a file."""
@@ -149,18 +195,26 @@ class EncoderStore:
         )
         return floats
 
-    def _keep(self, item: MediaItem, found: Embeddings) -> str | None:
+    def _keep(self, item: MediaItem, found: Embeddings) -> dict[bytes, str]:
         """Store embeddings of the right shape; return why they are not."""
         want = [item.num_embeddings, self._config.arch.media_size]
         if [*found.values.shape] != want:
-            return f"it has embeddings {[*found.values.shape]}, and its positions take {want}"
+            have = [*found.values.shape]
+            return {item.digest: f"it has embeddings {have}, and its positions take {want}"}
         self._done[item.digest] = Embeddings(
             self._on_host(found.values), tuple(map(self._on_host, found.deepstack))
         )
-        return None
+        return {}
 
     def _on_host(self, values: Tensor) -> Tensor:
         return values.to("cpu", self._dtype).contiguous()
+
+
+def _of_each(items: Sequence[MediaItem], found: Embeddings) -> list[Embeddings]:
+    """Return the embeddings of each of some texts, or of one item."""
+    if len(items) == 1:
+        return [found]
+    return [Embeddings(rows.clone()) for rows in found.values.split([len(one.token_ids) for one in items])]
 
 
 def _num_bytes(found: Embeddings) -> int:
