@@ -153,6 +153,16 @@ class VocabEmbedding(MatrixLayer):
         """Adapters of the matmul, as in `Linear`."""
         self.adapter_embeddings: AdapterEmbeddingRows | None = None
         self.adapter_outputs: AdapterOutputRows | None = None
+        self._bias_apart: tuple[Layer, ...] = ()
+
+    def adds(self, bias: Layer) -> None:
+        """Declare a layer whose float32 `weight` [V] is the bias of a head that has none of its own."""
+        self._bias_apart = (bias,)  # a tuple, so that the layer stays its owner's
+
+    @property
+    def whole_bias(self) -> Tensor | None:
+        """Bias of the logits."""
+        return self._bias_apart[0].weight if self._bias_apart else self.bias
 
     def forward(self, inputs: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
         """Ids [T] in [0, V) -> rows [T, H]; input rows [T, H] of `out_dtype` (prompt embeddings) are returned
@@ -205,7 +215,7 @@ class VocabEmbedding(MatrixLayer):
         own, vocab_size = self.adapter_outputs, logits.shape[1]
         if own is None:
             return logits[:, :0]
-        bias: Tensor | None = self.bias
+        bias = self.whole_bias
         if bias is not None:
             bias = self._of_all(bias[None])[0]
         if not num_added:
@@ -240,12 +250,13 @@ class VocabEmbedding(MatrixLayer):
     def _product(self, hidden: Tensor, way: RowQuantization | None = None) -> Tensor:
         if way is not None:
             if self.packed is not None:
-                return ops.rounded_linear(hidden, self.packed, way, self.bias)
+                return ops.rounded_linear(hidden, self.packed, way, self.whole_bias)
             hidden = ops.round_rows(hidden, way)
         if self.packed is not None:
-            return ops.packed_linear(hidden, self.packed, self.bias, dtype=torch.float32)
+            return ops.packed_linear(hidden, self.packed, self.whole_bias, dtype=torch.float32)
         assert self.weight is not None
-        return ops.linear(hidden, self.weight, self.bias, torch.float32)
+        logits = ops.linear(hidden, self.weight, self.bias, torch.float32)
+        return logits + self._bias_apart[0].weight if self._bias_apart else logits
 
     @property
     def rearranges(self) -> bool:

@@ -335,14 +335,25 @@ class CrossingBlock(Module):
         k, v = self.encoder_attn.k_proj(encoded, step), self.encoder_attn.v_proj(encoded, step)
         self.attention.store(self._heads(k), self._heads(v), slots)
 
-    def forward(self, x: Tensor, positions: Tensor, rows: DecoderRows) -> Tensor:
-        """x [D, H] of decoders' tokens -> [D, H]."""
-        x = x + self._attended(self._before(x, self.self_attn_layer_norm), positions, rows)
-        x = self._after(x, self.self_attn_layer_norm)
-        x = x + self._crossed(self._before(x, self.encoder_attn_layer_norm), rows)
-        x = self._after(x, self.encoder_attn_layer_norm)
-        x = x + self.mlp(self._before(x, self.final_layer_norm), rows.own)
-        return self._after(x, self.final_layer_norm)
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, rows: DecoderRows
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [D, H] of decoders' tokens, and what is to be added to it (None: nothing) -> those of the next layer.
+
+        A norm adds the two in its own pass. Norms after the sums leave nothing to be added.
+        """
+        parts = (
+            (self.self_attn_layer_norm, lambda own: self._attended(own, positions, rows)),
+            (self.encoder_attn_layer_norm, lambda own: self._crossed(own, rows)),
+            (self.final_layer_norm, lambda own: self.mlp(own, rows.own)),
+        )
+        for norm, part in parts:
+            if self.norms_before:
+                x, residual = norm.add(x, residual)
+                x = part(x)
+            else:
+                x, _ = norm.add(part(x), x)
+        return x, residual
 
     def _attended(self, x: Tensor, positions: Tensor, rows: DecoderRows) -> Tensor:
         q, k, v = self.self_attn.qkv_proj.heads(x, rows.own)
@@ -354,14 +365,6 @@ class CrossingBlock(Module):
         attended = self.attention.attend(q, rows.crossing, biased=False)
         out: Tensor = self.encoder_attn.out_proj(attended, rows.own)
         return out
-
-    def _before(self, x: Tensor, norm: Module) -> Tensor:
-        normed: Tensor = norm(x) if self.norms_before else x
-        return normed
-
-    def _after(self, x: Tensor, norm: Module) -> Tensor:
-        normed: Tensor = x if self.norms_before else norm(x)
-        return normed
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(len(x), -1, self.head_dim)
@@ -435,11 +438,12 @@ class CrossingDecoder(Module):
         return x if self.layernorm_embedding is None else self.layernorm_embedding(x)
 
     def _decode(self, inputs: Tensor, positions: Tensor, rows: DecoderRows) -> Tensor:
-        x = self.embed(inputs, positions, rows.own.adapter_rows)
-        for layer in self.layers:
-            x = layer(x, positions, rows)
-        hidden: Tensor = x if self.layer_norm is None else self.layer_norm(x)
-        return hidden
+        x, residual = self.embed(inputs, positions, rows.own.adapter_rows), None
+        for layer in self._blocks():
+            x, residual = layer(x, residual, positions, rows)
+        if self.layer_norm is not None:
+            return self.layer_norm.add(x, residual)[0]
+        return x if residual is None else x + residual
 
     def _store(self, step: StepContext) -> None:
         """Write the cache of the step's rows of encoders' output; positions up to P without a row are never read."""
@@ -485,6 +489,8 @@ class EncoderDecoder(CausalLM):
             if arch.logits_bias
             else None
         )
+        if self.final_logits_bias is not None and self.lm_head is not None:
+            self.lm_head.adds(self.final_logits_bias)
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         hidden: Tensor = self.model(inputs, positions, step)
@@ -495,9 +501,4 @@ class EncoderDecoder(CausalLM):
     ) -> Tensor:
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
-        logits = super().compute_logits(hidden, adapter_rows, num_added)
-        if self.final_logits_bias is not None:
-            bias = self.final_logits_bias.weight
-            added = logits.shape[1] - len(bias)
-            logits = logits + (nn.functional.pad(bias, (0, added)) if added else bias)  # may be recorded
-        return logits
+        return super().compute_logits(hidden, adapter_rows, num_added)
