@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation beside CTranslate2 and transformers, in turn, of the same random weights and texts.
 
-    python -m benchmarks.translators [--shape marian] [--texts 16] [--rounds 5] [--beams 4] [--quantization int8]
+    python -m benchmarks.translators [--shape marian] [--texts 1 16] [--beams 1 4] [--quantization int8 --group-size 0]
 
 The shapes are those of Marian's models of OPUS-MT and of T5; checkpoints are made in transformers' form, and
 CTranslate2's own converter reads them. Every text has a length of its own and an answer of exactly `--output` tokens.
@@ -14,6 +14,7 @@ CTranslate2's int8 has one scale per output: `--group-size 0` gives quire the sa
 from __future__ import annotations
 
 import argparse
+import itertools
 import operator
 import statistics
 import tempfile
@@ -26,10 +27,13 @@ import numpy as np
 
 SHORTEST, LONGEST = 12, 40
 """Tokens of a text."""
+NUM_BLOCKS = 1024
+"""Of quire's KV cache: so few that each has been used, as in a server that runs for a while."""
 REST_S = 0.3
 """After an engine's turn, so that no threads of its still wait for more on the processors of the next."""
 Texts = Sequence[Sequence[int]]
-Translate = Callable[[Texts], list[list[int]]]
+Translate = Callable[[Texts, int], list[list[int]]]
+"""Texts and a number of beams -> answers."""
 
 _T5: dict[str, Any] = {
     "vocab_size": 32128,
@@ -96,14 +100,15 @@ def quire(folder: Path, args: argparse.Namespace) -> Translate:
     options: dict[str, Any] = {"dtype": args.dtype, "quantization": args.quantization}
     if args.group_size is not None:
         options["quantization_config"] = {"group_size": args.group_size}
-    llm = LLM(str(folder), skip_tokenizer_init=True, max_num_seqs=64, gpu_memory_utilization=0.1, **options)
+    options |= {"max_num_seqs": 64, "num_gpu_blocks_override": NUM_BLOCKS}
+    llm = LLM(str(folder), skip_tokenizer_init=True, **options)
     length: dict[str, Any] = {"max_tokens": args.output, "ignore_eos": True}
     greedy = SamplingParams(temperature=0.0, detokenize=False, **length)
-    search = BeamSearchParams(beam_width=args.beams, **length)
 
-    def translate(of: Texts) -> list[list[int]]:
+    def translate(of: Texts, beams: int) -> list[list[int]]:
         prompts = [{"prompt_token_ids": list(ids)} for ids in of]
-        if args.beams > 1:
+        if beams > 1:
+            search = BeamSearchParams(beam_width=beams, **length)
             return [list(one.sequences[0].tokens) for one in llm.beam_search(prompts, search)]
         return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, greedy, use_tqdm=False)]
 
@@ -145,9 +150,9 @@ def ctranslate2(model: Any, folder: Path, args: argparse.Namespace, num_threads:
     names = _Ids(SHAPES[args.shape][1])
     ids, end = names.get_vocab(), names.eos_token
 
-    def translate(of: Texts) -> list[list[int]]:
+    def translate(of: Texts, beams: int) -> list[list[int]]:
         named = [[*map(str, text)] for text in of]
-        found = translator.translate_batch(named, beam_size=args.beams, end_token=end, **length)
+        found = translator.translate_batch(named, beam_size=beams, end_token=end, **length)
         return [[ids[name] for name in one.hypotheses[0]] for one in found]
 
     return translate
@@ -159,12 +164,12 @@ def transformers(model: Any, args: argparse.Namespace) -> Translate:
     pad = SHAPES[args.shape][1]["pad_token_id"]
 
     @torch.inference_mode()
-    def translate(of: Texts) -> list[list[int]]:
+    def translate(of: Texts, beams: int) -> list[list[int]]:
         longest = max(map(len, of))
         ids = torch.tensor([[*text, *[pad] * (longest - len(text))] for text in of])
         mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in of])
         found = model.generate(
-            input_ids=ids, attention_mask=mask, num_beams=args.beams, do_sample=False,
+            input_ids=ids, attention_mask=mask, num_beams=beams, do_sample=False,
             min_new_tokens=args.output, max_new_tokens=args.output,
         )  # fmt: skip
         return [one[1:] for one in found.tolist()]
@@ -188,24 +193,25 @@ def engines(args: argparse.Namespace, folder: Path) -> dict[str, Translate]:
     return found
 
 
-def measure(found: dict[str, Translate], args: argparse.Namespace) -> None:
+def measure(found: dict[str, Translate], num_texts: int, beams: int, num_rounds: int) -> None:
     """Warm all up, let them take turns, and print the table."""
     random = np.random.default_rng(1)
-    first = texts(random, args.texts)
-    said = {name: engine(first) for name, engine in found.items()}
+    first = texts(random, num_texts)
+    said = {name: engine(first, beams) for name, engine in found.items()}
     times: dict[str, list[float]] = {name: [] for name in found}
-    for number in range(args.rounds):
-        new = texts(random, args.texts)
+    for number in range(num_rounds):
+        new = texts(random, num_texts)
         for name in sorted(found, reverse=bool(number % 2)):
             time.sleep(REST_S)
             start = time.perf_counter()
-            found[name](new)
+            found[name](new, beams)
             times[name].append(time.perf_counter() - start)
+    print(f"{num_texts} texts, {beams} beams")
     for name, each in times.items():
         same = sum(map(operator.eq, said[name], said["quire"]))
         ratio = statistics.median(theirs / ours for theirs, ours in zip(each, times["quire"], strict=True))
-        ours = f"   {same} of {args.texts} answers are equal; quire is {ratio:.2f} times as fast"
-        print(f"{name:14} {statistics.median(each):8.3f} s" + ("" if name == "quire" else ours), flush=True)
+        ours = f"   {same} of {num_texts} answers are equal; quire is {ratio:.2f} times as fast"
+        print(f"  {name:14} {statistics.median(each):8.3f} s" + ("" if name == "quire" else ours), flush=True)
 
 
 def main() -> None:
@@ -213,17 +219,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="marian")
-    parser.add_argument("--texts", type=int, default=16, help="translated by one call")
+    parser.add_argument("--texts", type=int, nargs="+", default=[16], help="translated by one call")
     parser.add_argument("--output", type=int, default=32, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--beams", type=int, default=1)
+    parser.add_argument("--beams", type=int, nargs="+", default=[1])
     parser.add_argument("--dtype", default="float32", help="of quire's activations, and of weights in none")
     parser.add_argument("--quantization", choices=("int8",), help="of quire and CTranslate2; else float32")
     parser.add_argument("--group-size", type=int, help="of quire's int8")
     parser.add_argument("--without-transformers", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        measure(engines(args, Path(name)), args)
+        found = engines(args, Path(name))
+        for num_texts, beams in itertools.product(args.texts, args.beams):
+            measure(found, num_texts, beams, args.rounds)
 
 
 if __name__ == "__main__":

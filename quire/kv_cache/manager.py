@@ -32,13 +32,15 @@ class PrefixHit(NamedTuple):
 
     A list has an entry for each block of the prefix; the null block stands where a group needs none. All blocks are
     full, unless the hit is of a swapped or forked request. `from_cache`: found by a prefix cache lookup, even if of
-    zero tokens. `is_mixed`: other weights computed some of them (`KVCacheManager.mix`).
+    zero tokens. `is_mixed`: other weights computed some of them (`KVCacheManager.mix`). `takes_over`: their holder
+    gives them up in the same step, and a last, partly filled one need not be copied.
     """
 
     num_tokens: int
     blocks: tuple[list[KVCacheBlock], ...]
     from_cache: bool = False
     is_mixed: bool = False
+    takes_over: bool = False
 
 
 def is_storable(request: CachedSequence) -> bool:
@@ -107,7 +109,8 @@ class KVCacheCoordinator:
 
     def adopt(self, request_id: str, hit: PrefixHit) -> None:
         """Start a request's tables with a hit (possibly an empty one)."""
-        tables = self._pool.take(hit.blocks, hit.num_tokens // self.block_size)
+        num_full = hit.num_tokens // self.block_size
+        tables = self._pool.take(hit.blocks, num_full, takes_over=hit.takes_over)
         for manager, blocks, table in zip(self.managers, hit.blocks, tables, strict=True):
             manager.adopt(request_id, hit.num_tokens, blocks, table)
 
@@ -307,15 +310,17 @@ class KVCacheManager:
             is_mixed=request.request_id in self._mixed,
         )
 
-    def get_forked_blocks(self, parent: CachedSequence, num_tokens: int) -> PrefixHit:
+    def get_forked_blocks(
+        self, parent: CachedSequence, num_tokens: int, *, takes_over: bool = False
+    ) -> PrefixHit:
         """Return the first `num_tokens` tokens of a running request as a hit for a fork that begins with them.
 
         They must be computed before the fork's first plan runs. Full blocks are shared, with or without prefix
-        caching; a last, partly filled one is copied. If a group has freed blocks that the fork would read, or has
-        replaced a state, the hit has zero tokens.
+        caching; a last, partly filled one is copied, unless the fork takes over all from its parent. If a group has
+        freed blocks that the fork would read, or has replaced a state, the hit has zero tokens.
         """
         hit = self.coordinator.find_fork(parent.request_id, num_tokens)
-        return hit._replace(is_mixed=True) if parent.request_id in self._mixed else hit
+        return hit._replace(is_mixed=parent.request_id in self._mixed, takes_over=takes_over)
 
     def num_blocks_short(self, request: CachedSequence, hit: PrefixHit) -> int:
         """Return the missing free blocks for all known tokens of a request without blocks, given a hit.

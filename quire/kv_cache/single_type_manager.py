@@ -109,7 +109,8 @@ class SingleTypeManager(ABC):
         """Start a request's table with the resolved entries of a hit; new blocks are not offered yet."""
         assert request_id not in self._tables, f"request {request_id} has blocks already"
         pairs = enumerate(zip(hit, table, strict=True))
-        self._num_cached[request_id] = next((i for i, (old, new) in pairs if new is not old), len(hit))
+        num_same = next((i for i, (old, new) in pairs if new is not old), len(hit))
+        self._num_cached[request_id] = min(num_same, num_hit_tokens // self.block_size)
         self._num_dropped[request_id] = self._spec.first_block(num_hit_tokens)
         self._tables[request_id] = table
 

@@ -387,14 +387,18 @@ class Planner:
         is_blind = request.sampling_params.skip_reading_prefix_cache
         parent, num_tokens = request.parent, request.num_prompt_tokens - 1
         most = num_tokens if request.sampling_params.has_sampler_state else None
-        hits = [self._kv.no_hit if is_blind else self._kv.get_computed_blocks(request, most)]
+        shared = self._kv.no_hit
         if parent and self._queues.retained.has_blocks(parent):
-            hits.append(self._kv.get_forked_blocks(parent, parent.num_computed_tokens))
+            takes_over = self._queues.retained.is_last_fork(request)
+            shared = self._kv.get_forked_blocks(parent, parent.num_computed_tokens, takes_over=takes_over)
         elif (
             parent and parent.status is RequestStatus.RUNNING and step.num_ready_tokens(parent) >= num_tokens
         ):
-            hits.append(self._kv.get_forked_blocks(parent, num_tokens))
-        return max(hits, key=lambda hit: hit.num_tokens)
+            shared = self._kv.get_forked_blocks(parent, num_tokens)
+        if is_blind or shared.num_tokens == request.num_tokens - 1:  # the cache has no more
+            return shared
+        cached = self._kv.get_computed_blocks(request, most)
+        return cached if cached.num_tokens >= shared.num_tokens else shared
 
     def _budget_to_start(self, step: StepPlan) -> int:
         """Return the rest of a step's budget, less a token for each running request yet to be planned."""

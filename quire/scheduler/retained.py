@@ -51,6 +51,15 @@ class RetainedRequests:
         self._waiting[fork.parent.request_id].discard(fork)
         self._forget_unused(fork.parent.request_id)
 
+    def is_last_fork(self, fork: Request) -> bool:
+        """Return whether the request that it forks is dropped as soon as it has started."""
+        parent = fork.parent
+        return (
+            parent is not None
+            and parent.request_id in self._closed
+            and self._waiting[parent.request_id] == {fork}
+        )
+
     def close(self, request_id: str) -> None:
         """Accept no more forks of this request; unknown ids are ignored."""
         if request_id in self._retained:
