@@ -372,7 +372,8 @@ class _Search:
         """Return one request per live beam, a fork of the beam that it continues."""
         mine, before = self._names[self._search.length % 2], self._names[(self._search.length + 1) % 2]
         wanted = max(self._search.num_candidates, self._params.logprobs)
-        params = self._first.sampling_params.clone(max_tokens=self._search.length + 1, logprobs=wanted)
+        first = self._first.sampling_params
+        params = first.replace_unchecked(max_tokens=self._search.length + 1, logprobs=wanted)
         return [
             msgspec.structs.replace(
                 self._first,

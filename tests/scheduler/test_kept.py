@@ -93,7 +93,7 @@ def check(engine: Engine, search: Search) -> None:
         assert engine.tokens(name) == alone((*search.prompt, *tokens))
 
 
-def test_a_beam_computes_one_token_and_a_parents_last_copies_none() -> None:
+def test_a_beam_computes_one_token_and_a_last_fork_copies_none() -> None:
     engine = Engine(make_config(enable_prefix_caching=False))
     search = Search(engine, "s", PROMPT, 3, 1)
     engine.step()

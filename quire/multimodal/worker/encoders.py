@@ -38,7 +38,7 @@ _MOST_JOINED = 512
 """Most rows of texts that are computed together: more are no faster, and all of them wait for the last."""
 
 
-class _Work(NamedTuple):
+class _JointWork(NamedTuple):
     """Items that the tower is computing, of which several are texts."""
 
     items: list[MediaItem]
@@ -74,7 +74,7 @@ class EncoderStore:
         self._tower = tower
         self._dtype = activation_dtype(config)
         self._done: dict[bytes, Embeddings] = {}
-        self._begun: dict[bytes, _Work] = {}
+        self._begun: dict[bytes, _JointWork] = {}
 
     def embeddings(self, digest: bytes) -> Embeddings | None:
         """Return an item's embeddings; None: the store has none."""
@@ -148,9 +148,9 @@ class EncoderStore:
                 failed |= self._keep(one, found)
         return failed
 
-    def _begin(self, items: Sequence[MediaItem], tower: Tower) -> _Work:
+    def _begin(self, items: Sequence[MediaItem], tower: Tower) -> _JointWork:
         joined = self._joined(items, tower)
-        work = _Work(joined, tower.begin(self._arrays(joined)))
+        work = _JointWork(joined, tower.begin(self._arrays(joined)))
         self._begun |= {one.digest: work for one in joined}
         return work
 
@@ -169,7 +169,7 @@ class EncoderStore:
                 found.append(one)
         return found
 
-    def _ended(self, work: _Work) -> set[bytes]:
+    def _ended(self, work: _JointWork) -> set[bytes]:
         """Forget a work; return the digests for which it was done, those dropped meanwhile left out."""
         wanted = {one.digest for one in work.items if self._begun.get(one.digest) is work}
         for digest in wanted:
