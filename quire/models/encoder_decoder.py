@@ -438,7 +438,8 @@ class CrossingDecoder(Module):
         return x if self.layernorm_embedding is None else self.layernorm_embedding(x)
 
     def _decode(self, inputs: Tensor, positions: Tensor, rows: DecoderRows) -> Tensor:
-        x, residual = self.embed(inputs, positions, rows.own.adapter_rows), None
+        x = self.embed(inputs, positions, rows.own.adapter_rows)
+        residual: Tensor | None = None
         for layer in self._blocks():
             x, residual = layer(x, residual, positions, rows)
         if self.layer_norm is not None:
