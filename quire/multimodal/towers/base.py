@@ -2,8 +2,8 @@
 """Base of towers: an image encoder and its projection, computed in slices.
 
 Shapes: n patches, C channels of the tower, m embeddings, H hidden size of the language model.
-Invariant: one item is computed at a time, and a slice does the same in every order, so an item's embeddings have the
-same bits whatever else is encoded.
+Invariant: one item is computed at a time (several only of texts whose tower `joins` them), and a slice does the same in
+every order, so an item's embeddings have the same bits whatever else is encoded.
 """
 
 from __future__ import annotations
