@@ -162,7 +162,14 @@ class VocabEmbedding(MatrixLayer):
     @property
     def whole_bias(self) -> Tensor | None:
         """Bias of the logits."""
-        return self._bias_apart[0].weight if self._bias_apart else self.bias
+        return self._added_bias if self._bias_apart else self.bias
+
+    @property
+    def _added_bias(self) -> Tensor:
+        """Bias that another layer holds."""
+        weight = self._bias_apart[0].weight
+        assert isinstance(weight, Tensor), "see `adds`"
+        return weight
 
     def forward(self, inputs: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
         """Ids [T] in [0, V) -> rows [T, H]; input rows [T, H] of `out_dtype` (prompt embeddings) are returned
@@ -256,7 +263,7 @@ class VocabEmbedding(MatrixLayer):
             return ops.packed_linear(hidden, self.packed, self.whole_bias, dtype=torch.float32)
         assert self.weight is not None
         logits = ops.linear(hidden, self.weight, self.bias, torch.float32)
-        return logits + self._bias_apart[0].weight if self._bias_apart else logits
+        return logits + self._added_bias if self._bias_apart else logits
 
     @property
     def rearranges(self) -> bool:

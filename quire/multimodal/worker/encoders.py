@@ -214,7 +214,8 @@ def _of_each(items: Sequence[MediaItem], found: Embeddings) -> list[Embeddings]:
     """Return the embeddings of each of some texts, or of one item."""
     if len(items) == 1:
         return [found]
-    return [Embeddings(rows.clone()) for rows in found.values.split([len(one.token_ids) for one in items])]
+    lengths = [len(one.token_ids) for one in items]
+    return [Embeddings(rows.clone()) for rows in found.values.split_with_sizes(lengths)]
 
 
 def _num_bytes(found: Embeddings) -> int:
