@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from quire.worker.media_rows import Embeddings
 logger = logging.getLogger(__name__)
 
 _VALUES = "values"  # of an item of kind "embeds"
+_NUM_RECENT = 8
+"""Slices whose longest one the next slice is expected to take."""
 
 
 def open_encoder(config: EngineConfig) -> EncoderStore:
@@ -64,6 +67,7 @@ class EncoderStore:
         self._dtype = activation_dtype(config)
         self._done: dict[bytes, Embeddings] = {}
         self._begun: dict[bytes, TowerState] = {}
+        self._recent_s: deque[float] = deque([0.0], _NUM_RECENT)  # Seconds of the last slices.
 
     def embeddings(self, digest: bytes) -> Embeddings | None:
         """Return an item's embeddings; None: the store has none."""
@@ -78,10 +82,12 @@ class EncoderStore:
         with library.as_in_kernels():
             for item in items:
                 while item.digest not in self._done and item.digest not in failed:
-                    if not is_first and time.monotonic() >= until:
+                    began = time.monotonic()
+                    if not is_first and began + max(self._recent_s) >= until:
                         return self._progress(items, failed)
                     is_first = False
                     reason = self._advance(item)
+                    self._recent_s.append(time.monotonic() - began)
                     if reason is not None:
                         failed[item.digest] = reason
                         self._begun.pop(item.digest, None)
