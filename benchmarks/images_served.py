@@ -8,7 +8,7 @@ llama.cpp as two files in GGUF, in F16, or in Q8_0 for int8. Both servers get th
 threads; where one waits, it uses no processor. Cases, with the median of the rounds' ratios:
 
     first   seconds of a request with a new image and one token
-    eight   seconds of eight requests at once, each with an image of its own and 32 tokens
+    eight   seconds of eight requests at once, each with an image of its own and 32 tokens; a third of the rounds
 """
 
 from __future__ import annotations
@@ -232,9 +232,9 @@ def run(folder: Path, args: argparse.Namespace) -> None:
             print(name, ask(url, client.body(1))["usage"]["prompt_tokens"], "tokens of a prompt", flush=True)
         for case in args.cases:
             count, length = {"first": (1, 1), "eight": (NUM_AT_ONCE, NUM_OUTPUT)}[case]
-            measure(
-                case, {name: timed(client, url, count, length) for name, url in urls.items()}, args.rounds
-            )
+            sides = {name: timed(client, url, count, length) for name, url in urls.items()}
+            rounds = args.rounds if count == 1 else max(args.rounds // 3, 1)
+            measure(case, sides, rounds, warms_up=count == 1)
 
 
 def timed(client: Client, url: str, num_requests: int, num_tokens: int) -> Timed:
