@@ -48,7 +48,7 @@ class MultimodalConfig(Config):
     )
     max_encoder_slice_ms: float = option(
         100.0,
-        "Most milliseconds that an encoder computes between two steps; 3/4 of a step if no more requests wait than run.",
+        "Most milliseconds that an encoder computes between two steps; 3/4 of a step if no more wait than run.",
         gt=0.0,
         metavar="MS",
     )
