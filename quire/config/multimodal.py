@@ -47,8 +47,8 @@ class MultimodalConfig(Config):
         metavar="FILE",
     )
     max_encoder_slice_ms: float = option(
-        100.0,
-        "Most milliseconds that an encoder computes between two steps; 3/4 of a step if no more wait than run.",
+        30.0,
+        "Most milliseconds that an image encoder computes between two steps, and at most 3/4 of the last step's time.",
         gt=0.0,
         metavar="MS",
     )

@@ -36,9 +36,7 @@ DETAIL = "its media"
 IDLE_SLICE_S = 0.1
 """Time of a slice while no step waits for it: a new request or an abort waits for so long at most."""
 STEP_SHARE = 0.75
-"""Time of a slice by that of the last step, at most, unless more requests wait for embeddings than run: streams take
-less than twice as long for a token.
-"""
+"""Time of a slice by that of the last step, at most: streams take less than twice as long for a token."""
 
 
 @dataclass(eq=False)
@@ -290,9 +288,6 @@ class MediaHolds(CoreFeature):
         """Return the time of the next slice."""
         if not self._scheduler.has_work():
             return max(IDLE_SLICE_S, self._slice_s)
-        num_waiting = len(self._without_room) + sum(bool(user.missing) for user in self._users.values())
-        if num_waiting > self._scheduler.num_running:  # which they will be beside, in fewer steps
-            return self._slice_s
         return min(self._slice_s, STEP_SHARE * self._step_s)
 
     def _encode(self, slice_s: float) -> list[RequestUpdate]:

@@ -317,11 +317,6 @@ class Scheduler(StoreAccess):
         return self._num_steps
 
     @property
-    def num_running(self) -> int:
-        """Requests with a row."""
-        return len(self._queues.running)
-
-    @property
     def num_steps_done(self) -> int:
         """Step id up to which all plans have returned."""
         return self._in_flight[0].step_id - 1 if self._in_flight else self._num_steps

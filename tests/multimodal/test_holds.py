@@ -108,18 +108,6 @@ def test_running_streams_go_on_between_slices_of_limited_time(monkeypatch: pytes
     core.drain()
 
 
-def test_more_waiting_requests_than_streams_get_whole_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = Core(max_encoder_slice_ms=20.0)
-    core.add("stream", max_tokens=20)
-    core.step()
-    for name in "ab":
-        core.add(name, [item(2, 5, SLOW)])
-    monkeypatch.setattr(core.whole.media, "_step_s", 0.0)
-    core.step()
-    assert core.budgets == [0.02]
-    core.drain()
-
-
 def test_idle_core_encodes_in_larger_slices() -> None:
     core = Core()
     core.add("a", [item(2, 5, SLOW)])

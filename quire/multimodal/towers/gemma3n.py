@@ -157,7 +157,7 @@ class Gemma3nEyes(Module):
 class Gemma3nTower(Tower):
     """Tower of Gemma 3n's sounds, and of its images if their encoder is MobileNet-v5."""
 
-    parts = (f"{_AT}.", f"{_EMBEDDER}.")
+    parts: tuple[str, ...] = (f"{_AT}.", f"{_EMBEDDER}.")
 
     def __init__(self, *, config: EngineConfig, whole: JsonObject) -> None:
         super().__init__(config=config)

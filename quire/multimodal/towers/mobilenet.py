@@ -10,7 +10,7 @@ Shapes: an image of H x W positions with K channels before and C channels after 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -283,8 +283,10 @@ class AttendingBlock(Module):
         normed: Tensor = self.norm(rows)
         queries = yield from by_rows(self.query, normed, self.query.flops)
         k, v = (
-            project(normed if self.downs is None else down(normed.view(x.shape)).flatten(0, 1))[:, None]
-            for project, down in zip((self.key, self.value), self.downs or (None, None), strict=True)
+            project(normed if self.downs is None else self.downs[index](normed.view(x.shape)).flatten(0, 1))[
+                :, None
+            ]
+            for index, project in enumerate((self.key, self.value))
         )
         yield
         times, odd = divmod(len(rows), len(k))
@@ -302,7 +304,9 @@ class AttendingBlock(Module):
         return x + found.view(x.shape)
 
 
-def _block(tower: Tower, spec: Edge | Inverted | Attending, inputs: int, at: str) -> Module:
+def _block(
+    tower: Tower, spec: Edge | Inverted | Attending, inputs: int, at: str
+) -> EdgeBlock | InvertedBlock | AttendingBlock:
     if isinstance(spec, Edge):
         return EdgeBlock(tower, spec, inputs, at)
     return (
@@ -344,8 +348,8 @@ class MobileNet(Module):
         for blocks in self.stages:
             assert isinstance(blocks, nn.ModuleList)
             for block in blocks:
-                slices: Callable[[Tensor], Picture] = block.slices
-                x = yield from slices(x)
+                assert isinstance(block, (EdgeBlock, InvertedBlock, AttendingBlock))
+                x = yield from block.slices(x)
             found.append(x)
         finer = found[-2]
         times, odd = divmod(len(finer), len(x))
