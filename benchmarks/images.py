@@ -180,10 +180,10 @@ class Bench:
 CASES = ("first", "eight", "turn", "text")
 
 
-def measure(name: str, sides: dict[str, Timed], num_rounds: int) -> None:
+def measure(name: str, sides: dict[str, Timed], num_rounds: int, *, warms_up: bool = True) -> None:
     """Warm both sides up, let them take turns, and print medians and the ratio."""
     times: dict[str, list[float]] = {side: [] for side in sides}
-    for number in range(-1, num_rounds):
+    for number in range(-1 if warms_up else 0, num_rounds):
         for side in sorted(sides, reverse=bool(number % 2)):
             time.sleep(REST_S)
             found = sides[side](number)

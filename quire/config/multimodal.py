@@ -47,7 +47,10 @@ class MultimodalConfig(Config):
         metavar="FILE",
     )
     max_encoder_slice_ms: float = option(
-        30.0, "Most milliseconds that an image encoder computes between two steps.", gt=0.0, metavar="MS"
+        30.0,
+        "Most milliseconds that an image encoder computes between two steps, and at most 3/4 of the last step's time.",
+        gt=0.0,
+        metavar="MS",
     )
 
     @property

@@ -77,3 +77,11 @@ def _array(name: str, entry: Any, data: memoryview, dtypes: Mapping[str, np.dtyp
     if last - first != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r:.60} has a shape that does not match its offsets")
     return np.frombuffer(data[first:last], dtype).reshape(shape)
+
+
+def array_of(value: Any) -> NDArray[Any]:
+    """Return a value as an array; an empty one of objects if it is none, such as a ragged list."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.empty(0, dtype=object)

@@ -60,8 +60,9 @@ FAMILIES: dict[str, Family] = {
         images="one run of fixed length, seen both ways",
     ),
     "Gemma3nForConditionalGeneration": Family(
-        f"{_PROCESSORS}.usm:Gemma3nProcessor",
+        f"{_PROCESSORS}.gemma3n:Gemma3nProcessor",
         f"{_TOWERS}.gemma3n:Gemma3nTower",
+        images="one run of 256 tokens between markers",
         sounds="one run of 188 tokens between markers, at most 30 s",
     ),
     "Gemma4ForConditionalGeneration": Family(

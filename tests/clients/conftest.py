@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.clients.world import SEEING
 from tests.end_to_end.server import Server
 
 ROOT = Path(__file__).parents[2]
@@ -92,3 +93,13 @@ def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 def base_url(server: str) -> str:
     """Return the base URL of the API for OpenAI's clients."""
     return f"{server}/v1"
+
+
+@pytest.fixture(scope="session")
+def seeing_url(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The base URL of a server of the model in the box that sees."""
+    command = shlex.split(pytestconfig.getoption("quire"))
+    log = tmp_path_factory.mktemp("seeing") / "log"
+    serving = Server("--model", SEEING, log=log, quire=command).wait_ready()
+    yield f"{serving.url}/v1"
+    assert serving.stop() == 0, log.read_text()

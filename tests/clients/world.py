@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from typing import Any
 
 from pydantic import BaseModel
@@ -58,3 +60,22 @@ PERSON_QUESTION = (
 )
 PERSON = Person(name="Peter", age=36, city="Paris")
 STRICT_PERSON: dict[str, Any] = Person.model_json_schema() | {"additionalProperties": False}
+
+
+def _png(side: int, pixels: bytes) -> bytes:
+    """Return a square picture of RGB pixels as a file."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        checked = name + content
+        return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+    lines = b"".join(b"\0" + pixels[first : first + 3 * side] for first in range(0, len(pixels), 3 * side))
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+
+
+SEEING = "quire-demo-vision"
+PICTURE_QUESTION, PICTURE_ANSWER = "What is in the picture?", "A red square."
+_MARGIN, _LINE = b"\xff" * 3 * 64, b"\xff" * 30 + b"\xff\0\0" * 31 + b"\xff" * 69
+PICTURE = _png(64, _MARGIN * 10 + _LINE * 31 + _MARGIN * 23)
+"""A red square on white, as a PNG file."""

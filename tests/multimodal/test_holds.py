@@ -10,7 +10,7 @@ import pytest
 
 from quire.engine.messages import AbortRequests, AddRequest, EngineCoreRequest
 from quire.media import EncodeProgress, MediaItem, all_encoded
-from quire.multimodal.holds import IDLE_SLICE_S
+from quire.multimodal.holds import IDLE_SLICE_S, STEP_SHARE
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import Cause
 from quire.scheduler.feature_stats import EncoderStats
@@ -94,16 +94,17 @@ def test_request_is_held_until_its_items_are_encoded() -> None:
     assert len(core.budgets) == 3
 
 
-def test_running_streams_go_on_between_slices_of_limited_time() -> None:
+def test_running_streams_go_on_between_slices_of_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Core(max_encoder_slice_ms=20.0)
     core.add("stream", max_tokens=20)
     core.step()
     core.add("a", [item(2, 5, SLOW)])
-    for _ in range(3):
+    for step_s in (1.0, 0.02, 0.0):
+        monkeypatch.setattr(core.whole.media, "_step_s", step_s)  # that of the last step
         before = len(core.updates["stream"])
         core.step()
         assert len(core.updates["stream"]) == before + 1
-    assert core.budgets == [0.02] * 3
+    assert core.budgets == [0.02, STEP_SHARE * 0.02, 0.0]
     core.drain()
 
 

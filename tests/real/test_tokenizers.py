@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.call_arguments import forms_of, with_call_ids
+from quire.entrypoints.chat.messages import MediaTexts
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
 from tests.real.fetch import TOKENIZERS, folder
@@ -86,6 +87,39 @@ def test_template_renders_as_transformers_if_that_does(name: str) -> None:
         # Ids are those that the model was taught, also where the template takes any.
         expected = as_transformers(source, with_call_ids(messages, forms_of(source)[0]), variables)
         assert expected in (None, rendered(template, messages, variables)), label
+
+
+IMAGE, WORDS = {"type": "image"}, {"type": "text", "text": "What is it?"}
+SEEN: dict[str, list[dict[str, Any]]] = {
+    "first": [{"role": "user", "content": [IMAGE, WORDS]}],
+    "last": [{"role": "user", "content": [WORDS, IMAGE]}],
+    "between": [{"role": "user", "content": [WORDS, IMAGE, WORDS, IMAGE, WORDS]}],
+    "alone": [{"role": "user", "content": [IMAGE]}],
+    "in turns": [
+        {"role": "user", "content": [IMAGE, WORDS]},
+        {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": [WORDS, IMAGE]},
+    ],
+    "of the system": [{"role": "system", "content": [WORDS, IMAGE]}, USER],
+    "of the assistant": [USER, {"role": "assistant", "content": [WORDS, IMAGE]}, USER],
+    "of a tool": [USER, CALLED[0], {**CALLED[1], "content": [WORDS, IMAGE]}],
+}
+MARKERS = ("[IMG]", "<image>", "<|image|>", "<start_of_image>", "<|image_pad|>")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_template_shows_each_image_once_or_refuses(name: str) -> None:
+    """An image that a template drops is an error; those of four that need tools refuse all."""
+    source = (folder() / "templates" / name).read_text(encoding="utf-8")
+    marker = next((each for each in MARKERS if each in source), MARKERS[-1])
+    template = ChatTemplate(source, bos_token="<s>", eos_token="</s>", media=MediaTexts(marker, (marker,)))
+    for label, messages in SEEN.items():
+        contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+        try:
+            shown = template.compose(messages).media_kinds()
+        except ValidationError:
+            continue
+        assert len(shown) == sum(content.count(IMAGE) for content in contents), label
 
 
 def rendered(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str | None:

@@ -32,7 +32,7 @@ def write(checkpoint: Path, target: Path, *, characters: bool = False) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[architecture])
-    _add_sizes(writer, config)
+    add_sizes(writer, config)
     if architecture == gguf.MODEL_ARCH.QWEN3MOE:
         _add_expert_sizes(writer, config)
     if characters:
@@ -79,7 +79,7 @@ def widened(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

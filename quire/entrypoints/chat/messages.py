@@ -447,9 +447,8 @@ def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if field is None:
-        raise ValidationError(
-            f"{where} is no text part: this model takes text only, got {kind!r:.40}", param=where
-        )
+        reason = "this model takes text only" if kind in MEDIA_KINDS else "no such part is known"
+        raise ValidationError(f"{where} is no text part: {reason}, got {kind!r:.40}", param=where)
     unknown = part.keys() - {"type", field} - THOUGHT_FIELDS
     if unknown or not isinstance(part.get(field), str):
         raise ValidationError(f"{where} must hold exactly 'type' and a string {field!r}", param=where)

@@ -64,9 +64,20 @@ SHORT_NAME = re.compile(r"[A-Za-z][\w.-]*(:[\w.-]+|\d[\w.-]*)")
 """Names such as gpt2, and Ollama's, such as llama3.2:1b, about which the model's error says more."""
 
 
+class _MediaPath(click.Path):
+    """Path of an existing file; an address is refused in words."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False, resolve_path=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "://" in value or value.startswith("data:"):
+            self.fail(f"{value!r:.60} is a URL; download it, and give the path of the file", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def _media_option(kind: str, help_text: str) -> Callable[[Function], Function]:
-    path = click.Path(exists=True, dir_okay=False, resolve_path=True)
-    return click.option(f"--{kind}", multiple=True, type=path, help=help_text)
+    return click.option(f"--{kind}", multiple=True, type=_MediaPath(), help=help_text)
 
 
 def tool_of(function: Callable[..., Any]) -> Schema:

@@ -22,8 +22,9 @@ from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.formats.scanning import Event, Reasoning
 from quire.entrypoints.chat.formats.selection import PlainReader, choose
 from quire.entrypoints.cli.client import AnswerPrinter
-from quire.errors import QuireError, ValidationError
+from quire.errors import EngineError, QuireError, ValidationError
 from quire.inputs import ChatMessage, PromptType
+from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.vllm_names.row import suggestion
 
@@ -103,6 +104,7 @@ class AnswerPrinting:
 
         Raises:
             ValidationError: a parameter is out of range.
+            EngineError: the request failed in the engine, say because its image cannot be encoded.
         """
         request_id = next(self._ids)
         reader = asked.formats.reader(asked.end, None) if asked.formats is not None else PlainReader()
@@ -115,6 +117,7 @@ class AnswerPrinting:
                     if output.request_id == request_id:  # not the rest of one that two interrupts have ended
                         shown.add(reader.feed("".join(completion.text for completion in output.outputs)))
                         was_cut = any(completion.was_cut for completion in output.outputs)
+                        _raise_failure(output)
         except KeyboardInterrupt:
             was_cut = True
             self._engine.abort_request(request_id)
@@ -128,6 +131,13 @@ class AnswerPrinting:
         defaults = self._engine.input_processor.default_sampling_params
         sampling = SamplingParams(**{**defaults, **given, "output_kind": RequestOutputKind.DELTA})
         return sampling if asked.formats is None else asked.formats.with_format_options(sampling, asked.end)
+
+
+def _raise_failure(output: RequestOutput) -> None:
+    """Raise EngineError if a completion failed."""
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            raise EngineError(f"the request failed: {completion.stop_reason or 'the log says why'}")
 
 
 @dataclass

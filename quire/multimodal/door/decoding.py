@@ -9,6 +9,7 @@ counts.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,22 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+OTHER_FORMATS = {
+    name: re.compile(beginning, re.DOTALL | re.IGNORECASE)
+    for name, beginning in {
+        "an image in HEIC or AVIF": rb".{4}ftyp(heic|heix|hevc|heim|heis|mif1|msf1|avif|avis)",
+        "a video, MP4 or MOV": rb".{4}ftyp",
+        "a video, WebM or MKV": rb"\x1aE\xdf\xa3",
+        "an image in JPEG XL": rb"\xff\x0a|\x00\x00\x00\x0cJXL ",
+        "an image in JPEG 2000": rb"\x00\x00\x00\x0cjP  ",
+        "an image in ICO": rb"\x00\x00\x01\x00",
+        "an image in PNM": rb"P[1-7]\s",
+        "an SVG drawing": rb"\s*<(\?xml|svg)",
+        "a page in HTML": rb"\s*<(!doctype|html)",
+        "a PDF document": rb"%PDF",
+    }.items()
+}
+"""Name of a format that is not read -> how its files begin."""
 RAW = "raw"  # Kind of input: pixels of a PIL image, not encoded.
 IMAGE, EMBEDS, VIDEO, AUDIO = "image", "embeds", "video", "audio"
 FRAMES = "frames"  # Kind of input: RGB pixels of all frames of a video, not encoded.
@@ -74,16 +91,18 @@ def read_image(content: bytes, max_pixels: int) -> Image.Image:
     except MemoryError:
         raise
     except Exception:  # untrusted bytes; decoders raise anything
-        raise ValidationError(f"the bytes are no image; formats are {', '.join(FORMATS)}") from None
+        raise ValidationError(f"{_named(content)}; formats are {', '.join(FORMATS)}") from None
     check_size(image.width, image.height, max_pixels)
     try:
         image.load()
-        return _turned(image)
+        return in_eight_bits(_turned(image))
+    except ClientError:
+        raise
     except MemoryError:
         raise
     except Exception as error:  # untrusted bytes; decoders raise anything
         raise ValidationError(
-            f"the {image.format or 'image'} file is damaged or cut off: {type(error).__name__}"
+            f"the {image.format or 'image'} file is damaged or cut off: {error!s:.80}"
         ) from None
 
 
@@ -93,8 +112,31 @@ def check_size(width: int, height: int, max_pixels: int, kind: str = IMAGE) -> N
         raise ValidationError(f"the {kind} is {width} x {height} pixels; each side must be 1 to {MAX_SIDE}")
     if width * height > max_pixels:
         raise ValidationError(
-            f"the {kind} is {width} x {height} pixels, more than the {max_pixels} that are left of the request's"
+            f"the {kind} is {width} x {height} = {width * height} pixels, and at most {max_pixels} can be read of it "
+            "in this request: send it smaller"
         )
+
+
+def _named(content: bytes) -> str:
+    """Return the words for bytes that are in no format of an image that is read."""
+    name = next((name for name, beginning in OTHER_FORMATS.items() if beginning.match(content)), None)
+    return "the bytes are no image" if name is None else f"the file is {name}"
+
+
+def in_eight_bits(image: Image.Image) -> Image.Image:
+    """Return an image whose values are 0 to 255; grey values of 16 bits are scaled, which Pillow would cut off.
+
+    Raises:
+        ValidationError: the values are numbers of 32 bits, whose range is unknown.
+    """
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValidationError(
+            f"the image has one number of 32 bits for each pixel (mode {image.mode}), of unknown range: convert it "
+            "to 8 or 16 bits"
+        )
+    return image
 
 
 def _turned(image: Image.Image) -> Image.Image:

@@ -14,12 +14,13 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from PIL import Image
 from quire import private_directories
 from quire.config import EngineConfig
 from quire.errors import ConfigError, UnavailableError, ValidationError
+from quire.multimodal.arrays import array_of
 from quire.multimodal.door.decoding import (
     AUDIO,
     EMBEDS,
@@ -41,6 +43,7 @@ from quire.multimodal.door.decoding import (
     RAW,
     VIDEO,
     check_size,
+    in_eight_bits,
     name_of,
 )
 from quire.multimodal.door.fetch import fetch
@@ -57,9 +60,11 @@ from quire.multimodal.door.sources import (
     read_data_url,
     read_file,
     read_file_url,
+    read_own_file,
     scheme_of,
 )
 from quire.multimodal.processors.base import BESIDE_IMAGES, Processor, make_processor
+from quire.multimodal.processors.files import check_options
 from quire.multimodal.processors.pixels import as_rgb
 
 T = TypeVar("T")
@@ -262,6 +267,7 @@ class MediaDoor:
         checked = {
             kind: self.processor.checked_options(options or {}, kind) for kind in (IMAGE, VIDEO, AUDIO)
         }
+        parts = [self._named(part) for part in parts]
         self._check_kinds(parts)
         sounds = self.processor.sounds
         if sounds is not None and sounds.heeds_images and any(part.kind == IMAGE for part in parts):
@@ -288,6 +294,13 @@ class MediaDoor:
         """End the processes and remove the files; idempotent."""
         self._end()
         self.files.close()
+
+    def _named(self, part: MediaPart) -> MediaPart:
+        """Return a part whose errors name its file, if it is one of the caller in this process."""
+        source = os.fspath(part.source) if self._offline and isinstance(part.source, Path) else part.source
+        is_text = isinstance(source, str) and not part.is_base64 and not part.is_embeds
+        is_path = self._offline and is_text and not scheme_of(source)
+        return replace(part, source=source, where=f"{source:.200}" if is_path else part.where)
 
     def _check_kinds(self, parts: Sequence[MediaPart]) -> None:
         for part in parts:
@@ -371,6 +384,8 @@ class MediaDoor:
 
     def _read_here(self, part: MediaPart) -> _Content:
         source, where = part.source, part.where
+        if self._offline and isinstance(source, bytes):
+            return _Content(part.kind, source)
         if not isinstance(source, str):
             if part.kind == AUDIO:
                 from quire.multimodal.door.sound import wav_of  # stands on quire.speech, which images do not
@@ -394,11 +409,13 @@ class MediaDoor:
                     part.kind, read_file_url(source, self._options.allowed_local_media_path, where)
                 )
         if self._offline:
-            return _Content(
-                part.kind, read_file(source, self._options.allowed_local_media_path or "/", where)
-            )
+            allowed = self._options.allowed_local_media_path
+            data = read_file(source, allowed, where) if allowed else read_own_file(source, where)
+            return _Content(part.kind, data)
         raise ValidationError(
-            f"{where} must be a URL that begins with data:, http:, https: or file:", param=where
+            f"{where} must be a URL that begins with data:, http:, https: or file:; before base64 belongs "
+            "data:;base64,",
+            param=where,
         )
 
     def _digest(self, content: _Content, options: dict[str, Any]) -> bytes:
@@ -489,9 +506,9 @@ def _raw(source: Any, where: str) -> _Content:
         source = _from_array(source, where)
     try:
         check_size(source.width, source.height, MAX_PIXELS)
+        image = as_rgb(in_eight_bits(source))
     except ValidationError as error:
         raise ValidationError(f"{where}: {error.message}", param=where) from None
-    image = as_rgb(source)
     return _Content(RAW, image.tobytes(), image.size)
 
 
@@ -510,12 +527,12 @@ def _raw_frames(source: Any, where: str) -> _Content:
 
 
 def _from_array(source: Any, where: str) -> Image.Image:
-    array = np.asarray(source)
+    array = array_of(source)
     is_image = array.dtype == np.uint8 and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4)))
     if not is_image or not array.size:
         raise ValidationError(
-            f"{where} must be a PIL image, a path, a URL or a uint8 array [H, W, 3], got {type(source).__name__}"
-            + (f" of {array.dtype} {list(array.shape)}" if isinstance(source, np.ndarray) else ""),
+            f"{where} must be a PIL image, a path, a URL, the bytes of a file or a uint8 array [H, W, 3], got "
+            f"{type(source).__name__}" + (f" of {array.dtype} {list(array.shape)}" if array.ndim else ""),
             param=where,
         )
     return Image.fromarray(array)
@@ -563,14 +580,25 @@ def make_door(
     """
     if config.arch.part_of is None or config.multimodal.language_model_only:
         return None
-    unknown = config.multimodal.limit_mm_per_prompt.keys() - {IMAGE, VIDEO, AUDIO}
-    if unknown:
-        raise ConfigError(f"--limit-mm-per-prompt has {min(unknown)!r}; the kinds are image, video and audio")
+    _check_limits(config.multimodal.limit_mm_per_prompt)
     directory = _processor_directory(config)
     processor = make_processor(architecture_of(config), directory, config.multimodal.mm_processor_kwargs)
     if processor is None:
         return None
+    check_options(config.multimodal.mm_processor_kwargs, processor, directory)
     return MediaDoor(config, processor, directory, offline=offline, max_sound_bytes=max_sound_bytes)
+
+
+def _check_limits(limits: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a limit is that of no kind, or no number."""
+    for kind, limit in limits.items():
+        if kind not in (IMAGE, VIDEO, AUDIO):
+            raise ConfigError(f"--limit-mm-per-prompt has {kind!r}; the kinds are image, video and audio")
+        count = limit.get("count", MAX_ITEMS) if isinstance(limit, dict) else limit
+        if type(count) is not int or count < 0:
+            raise ConfigError(
+                f"--limit-mm-per-prompt has {count!r:.60} for {kind}; it must be a number of items from 0 on"
+            )
 
 
 def _processor_directory(config: EngineConfig) -> Path:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from quire.errors import ValidationError
+from quire.multimodal.arrays import array_of
 from quire.multimodal.processors.pixels import as_rgb
 
 METADATA = ("fps", "duration", "total_num_frames", "frames_indices", "video_backend", "width", "height")
@@ -38,7 +39,7 @@ def read_frames(source: Any, where: str) -> tuple[NDArray[np.uint8], FrameFacts]
         source, metadata = source[0], source[1] or {}
     if isinstance(source, list | tuple) and source and all(isinstance(each, Image.Image) for each in source):
         source = _stacked(source, where)
-    frames = np.asarray(source)
+    frames = array_of(source)
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or not frames.size:
         got = (
             f"{frames.dtype} {list(frames.shape)}"

@@ -15,10 +15,10 @@ from quire.errors import ValidationError
 from quire.inputs import ChatMessage
 
 PLACES = {"image": {"type": "image"}, "video": {"type": "video"}, "audio": {"type": "audio"}}
-IMAGE_KINDS = ("image_url", "input_image", "image_pil", "image_embeds")
+IMAGE_KINDS = ("image_url", "input_image", "image_pil", "image", "image_embeds")
 VIDEO_KINDS = ("video_url", "input_video", "video")
 SOUND_KINDS = ("input_audio", "audio_url", "audio")
-OFFLINE_KINDS = ("image_pil", "video", "audio")
+OFFLINE_KINDS = ("image_pil", "image", "video", "audio")
 TAKEN = (*IMAGE_KINDS, *VIDEO_KINDS, *SOUND_KINDS)
 ITEM_KINDS = {**dict.fromkeys(VIDEO_KINDS, "video"), **dict.fromkeys(SOUND_KINDS, "audio")}
 """Kind of part -> kind of its item; all others are images."""
@@ -147,11 +147,21 @@ def _read(part: dict[str, Any], kind: str, where: str, idle: list[str]) -> Media
     item_kind = ITEM_KINDS.get(kind, "image")
     if value is None and uuid:
         return MediaPart(where, None, uuid=uuid, kind=item_kind)
+    if kind in OFFLINE_KINDS and value is None:
+        raise ValidationError(
+            f"{where} needs {name}: the {item_kind} itself, its path or its URL", param=where
+        )
     if kind not in OFFLINE_KINDS and (not isinstance(value, str) or not value):
-        form = "base64 in data, or a URL" if name in DATA_KINDS else "a URL, or base64 of embeddings"
-        raise ValidationError(f"{where} needs {name} with text: {form}", param=where)
+        raise ValidationError(f"{where} needs {name} with text: {_form_of(name)}", param=where)
     is_embeds = kind == "image_embeds"
     return MediaPart(where, value, is_embeds=is_embeds, is_base64=is_base64, uuid=uuid or "", kind=item_kind)
+
+
+def _form_of(name: str) -> str:
+    """Return the words for the text that a part of this type needs."""
+    if name in DATA_KINDS:
+        return "base64 in data, or a URL"
+    return 'a URL, or {"url": URL}' if name in NESTED else "base64 of a file with embeddings"
 
 
 def _check_fields(value: dict[str, Any], known: set[str], where: str) -> None:

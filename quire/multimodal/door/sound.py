@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ClientError, ValidationError
+from quire.multimodal.arrays import array_of
 from quire.multimodal.door.decoding import layout_of
 from quire.multimodal.door.layout import PlaceholderLayout
 from quire.multimodal.processors.base import BESIDE_IMAGES
@@ -40,7 +41,7 @@ def wav_of(source: Any, where: str) -> bytes:
     """
     is_pair = isinstance(source, tuple | list) and len(source) == 2 and isinstance(source[1], int | float)
     samples, rate = source if is_pair else (source, RATE)
-    samples = np.asarray(samples)
+    samples = array_of(samples)
     if samples.ndim not in (1, 2) or samples.dtype.kind not in "iuf" or not samples.size:
         got = (
             f"{samples.dtype} {list(samples.shape)}" if samples.dtype.kind in "iuf" else type(source).__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import os
 import stat
 import urllib.parse
@@ -78,7 +79,12 @@ def read_base64(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(compact, validate=True)
     except (binascii.Error, ValueError):
-        raise ValidationError(f"{where} holds text that is not valid base64", param=where) from None
+        hint = (
+            ": it is a data URL, of which only what follows the comma is base64"
+            if scheme_of(text) == "data"
+            else ""
+        )
+        raise ValidationError(f"{where} holds text that is not valid base64{hint}", param=where) from None
 
 
 def _check_size(num_bytes: int, where: str) -> None:
@@ -108,24 +114,47 @@ def read_file_url(url: str, allowed: str, where: str) -> bytes:
 
 def read_file(path: str, allowed: str, where: str) -> bytes:
     """Return the bytes of a regular file below `allowed`. Raises as `read_file_url`."""
-    refusal = ValidationError(
-        f"{where} names no readable file below the directory that the operator allows "
-        "(--allowed-local-media-path)",
-        param=where,
-    )
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        return _contents(path, Path(allowed).resolve(), where)
     except (OSError, ValueError):
-        raise refusal from None
+        raise ValidationError(
+            f"{where} names no readable file below the directory that the operator allows "
+            "(--allowed-local-media-path)",
+            param=where,
+        ) from None
+
+
+def read_own_file(path: str, where: str) -> bytes:
+    """Return the bytes of a regular file that the caller in this process names.
+
+    Raises:
+        ValidationError: it cannot be read; says why.
+    """
+    try:
+        return _contents(path, Path("/"), where)
+    except OSError as error:
+        raise ValidationError(f"{where} cannot be read: {error.strerror}", param=where) from None
+    except ValueError as error:  # a path that no file can have
+        raise ValidationError(f"{where!r:.80} is no path of a file: {error}", param=where) from None
+
+
+def _contents(path: str, allowed: Path, where: str) -> bytes:
+    """Return the bytes of a file.
+
+    Raises:
+        ValidationError: it is too large.
+        OSError, ValueError: it cannot be opened, is no regular file, or lies elsewhere than below `allowed`.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         opened, facts = Path(os.readlink(f"/proc/self/fd/{fd}")), os.fstat(fd)
-        if not opened.is_relative_to(Path(allowed).resolve()) or not stat.S_ISREG(facts.st_mode):
-            raise refusal
+        if not opened.is_relative_to(allowed):
+            raise OSError(errno.EACCES, "it lies elsewhere")
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
         _check_size(facts.st_size, where)
         with os.fdopen(os.dup(fd), "rb") as file:
             content = file.read(MAX_ITEM_BYTES + 1)
-    except OSError:
-        raise refusal from None
     finally:
         os.close(fd)
     _check_size(len(content), where)

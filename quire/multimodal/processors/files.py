@@ -11,13 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ModelLoadError
+from quire.errors import ConfigError, ModelLoadError
 from quire.models.checkpoint_files import has_file
 from quire.models.json_object import JsonObject, optional_json_object, read_json_object
 from quire.multimodal.processors.base import IMAGE, SCOPES, VIDEO, Processor
 
 IMAGE_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
+GENERAL = frozenset(
+    {
+        *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor"),
+        *("do_normalize", "image_mean", "image_std", "do_pad", "pad_size", "do_convert_rgb"),
+    }
+)
+"""Keys that a file may lack though the processor reads them."""
 INSIDE, VIDEO_INSIDE = "image_processor", "video_processor"
 
 
@@ -60,6 +67,23 @@ class ProcessorFiles:
     def token(self, name: str, usual: str) -> str:
         """Return a token by its name in the processor's or the tokenizer's file; `usual` if neither has it."""
         return token_of(self.model_dir, name, usual)
+
+
+def check_options(options: Mapping[str, Any], processor: Processor, model_dir: Path) -> None:
+    """Raise ConfigError if an option of the operator is none of a processor, and no key of its files."""
+    if not options:
+        return
+    files = ProcessorFiles(model_dir, {})
+    own = processor.OPTIONS | (frozenset() if processor.videos is None else processor.videos.OPTIONS)
+    known = {*own, *files.image.values, *files.video.values, *GENERAL, *SCOPES.values()}
+    scopes = [options.get(scope) for scope in SCOPES.values()]
+    given = [options, *(scope for scope in scopes if isinstance(scope, dict))]
+    for name in (name for each in given for name in each):
+        if name not in known:
+            raise ConfigError(
+                f"--mm-processor-kwargs has {name!r:.60}, which this model's processor does not read; its options "
+                f"are {', '.join(sorted(own)) or 'none'}, and the keys of {IMAGE_FILE}"
+            )
 
 
 def token_of(model_dir: Path, name: str, usual: str) -> str:

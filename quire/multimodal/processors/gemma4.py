@@ -68,7 +68,7 @@ class Gemma4Processor(FilesProcessor):
         self._image = image
         image.only("do_resize", True)
         self._table = table_of(
-            image if image.flag("do_normalize", False) else _unnormalized(image), _ZEROS, _ONES
+            image if image.flag("do_normalize", False) else unnormalized(image), _ZEROS, _ONES
         )
         self._resample = resample_of(image, BICUBIC)
         self._patch = image.integer("patch_size", 16, high=1024)
@@ -180,7 +180,8 @@ def _in_patches(
     return values, places
 
 
-def _unnormalized(image: JsonObject) -> JsonObject:
+def unnormalized(image: JsonObject) -> JsonObject:
+    """Return the options of a processor that only scales values to [0, 1]."""
     return image.with_values(do_normalize=True, image_mean=list(_ZEROS), image_std=list(_ONES))
 
 

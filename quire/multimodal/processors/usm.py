@@ -34,7 +34,6 @@ from quire.multimodal.processors.base import Placeholders, Prepared
 from quire.multimodal.processors.files import PROCESSOR_FILE, token_of
 from quire.multimodal.processors.sound import (
     FEATURES,
-    HearingProcessor,
     SoundProcessor,
     extractor_options,
 )
@@ -315,9 +314,3 @@ class Gemma4Sounds(UsmSounds):
 
     def count(self, num_frames: int) -> int:
         return -(-num_frames // self.frames_each)
-
-
-class Gemma3nProcessor(HearingProcessor):
-    """Gemma 3n."""
-
-    kind = Gemma3nSounds

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3n's tower of sounds (Google, 2025): an encoder of a few rows a second, and as many embeddings for every sound.
+"""Gemma 3n's tower (Google, 2025): an encoder of sounds with a few rows a second, and as many embeddings for every
+sound; and one of images.
 
 Shapes: F frames of B bands, T rows of the encoder, C channels, m embeddings, H hidden size.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -17,8 +19,10 @@ from quire.kernels import ops
 from quire.layers.base import Module, activation_dtype
 from quire.layers.norm import RMSNorm
 from quire.models.json_object import JsonObject
+from quire.multimodal.processors.gemma3n import PIXEL_VALUES, sees
 from quire.multimodal.processors.usm import STRIDES, channels_of, pairs_of
-from quire.multimodal.towers.base import Arrays, LearnedTable, Slices, Tower
+from quire.multimodal.towers.base import Arrays, LearnedTable, Rows, Slices, Tower
+from quire.multimodal.towers.mobilenet import MobileNet
 from quire.multimodal.towers.usm import (
     ConformerShape,
     Convolution,
@@ -31,6 +35,7 @@ from quire.multimodal.towers.usm import (
 from quire.worker.media_rows import Embeddings
 
 _AT, _EMBEDDER = "audio_tower", "embed_audio"
+_EYES, _IMAGE_EMBEDDER = "vision_tower", "embed_vision"
 _NAMES = PartNames(
     first="ffw_layer_start",
     last="ffw_layer_end",
@@ -85,31 +90,44 @@ def _encoder(tower: Tower, ears: JsonObject) -> UsmEncoder:
 
 
 class Gemma3nEmbedder(Module):
-    """Norm, linear layer and norm that turn rows into embeddings, and the embedding of what a sound lacks."""
+    """Norm, linear layer and norm that turn an encoder's rows into embeddings.
 
-    def __init__(self, tower: Tower, whole: JsonObject) -> None:
+    Args:
+        options: the encoder's.
+        size: channels of its rows.
+    """
+
+    def __init__(self, tower: Tower, options: JsonObject, size: int, at: str) -> None:
         super().__init__()
-        ears, config = whole.child("audio_config"), tower.config
-        size, dtype = ears.integer("hidden_size", 1536), activation_dtype(config)
-        eps, count = ears.number("rms_norm_eps", 1e-6), ears.integer("vocab_size", 128)
-        last = whole.child("text_config").integer("vocab_size", 262400) - 1
-        self.filler = last - ears.integer("vocab_offset", 262272)
-        if not 0 <= self.filler < count:
-            raise ears.unsupported("vocab_offset", f"such that token {last} is one of {count} from there on")
-        self.table = LearnedTable(count, size, config=config, name=f"{_EMBEDDER}.embedding", suffix=".weight")
-        self.hard_norm, self.soft_norm = (
-            RMSNorm(size=size, eps=eps, dtype=dtype, name=f"{_EMBEDDER}.{each}_embedding_norm")
-            for each in ("hard", "soft")
-        )
-        self.projection = PlainLinear(tower, size, tower.hidden_size, f"{_EMBEDDER}.embedding_projection")
-        self.norm = RMSNorm(
-            size=tower.hidden_size, eps=eps, dtype=dtype, has_weight=False, name=f"{_EMBEDDER}.norm"
-        )
+        eps, dtype = options.number("rms_norm_eps", 1e-6), activation_dtype(tower.config)
+        self.soft_norm = RMSNorm(size=size, eps=eps, dtype=dtype, name=f"{at}.soft_embedding_norm")
+        self.projection = PlainLinear(tower, size, tower.hidden_size, f"{at}.embedding_projection")
+        self.norm = RMSNorm(size=tower.hidden_size, eps=eps, dtype=dtype, has_weight=False, name=f"{at}.norm")
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows x [T, C] -> [T, H]."""
         out: Tensor = self.norm(self.projection(self.soft_norm(x)))
         return out
+
+
+class Gemma3nSoundEmbedder(Gemma3nEmbedder):
+    """Embedder of sounds, with the embedding of what a sound lacks."""
+
+    def __init__(self, tower: Tower, whole: JsonObject) -> None:
+        ears, config = whole.child("audio_config"), tower.config
+        size, count = ears.integer("hidden_size", 1536), ears.integer("vocab_size", 128)
+        super().__init__(tower, ears, size, _EMBEDDER)
+        last = whole.child("text_config").integer("vocab_size", 262400) - 1
+        self.filler = last - ears.integer("vocab_offset", 262272)
+        if not 0 <= self.filler < count:
+            raise ears.unsupported("vocab_offset", f"such that token {last} is one of {count} from there on")
+        self.table = LearnedTable(count, size, config=config, name=f"{_EMBEDDER}.embedding", suffix=".weight")
+        self.hard_norm = RMSNorm(
+            size=size,
+            eps=ears.number("rms_norm_eps", 1e-6),
+            dtype=activation_dtype(config),
+            name=f"{_EMBEDDER}.hard_embedding_norm",
+        )
 
     def filling(self) -> Tensor:
         """Return the embedding [1, H] in place of rows that a sound does not have."""
@@ -118,10 +136,28 @@ class Gemma3nEmbedder(Module):
         return out
 
 
-class Gemma3nTower(Tower):
-    """Tower of Gemma 3n's sounds; that of its images is not computed."""
+class Gemma3nEyes(Module):
+    """Encoder of images, and its embedder."""
 
-    parts = (f"{_AT}.", f"{_EMBEDDER}.")
+    def __init__(self, tower: Tower, whole: JsonObject) -> None:
+        super().__init__()
+        eyes = whole.child("vision_config")
+        size, count = eyes.integer("hidden_size", 2048), whole.integer("vision_soft_tokens_per_image", 256)
+        self.scale = size**0.5
+        self.encoder = MobileNet(tower, size, math.isqrt(count), f"{_EYES}.timm_model")
+        self.embedder = Gemma3nEmbedder(tower, eyes, size, _IMAGE_EMBEDDER)
+
+    def slices(self, pixels: Tensor) -> Rows:
+        """Compute pixels [3, height, width] -> [m, H]."""
+        rows = yield from self.encoder.slices(pixels)
+        out: Tensor = self.embedder(rows * self.scale)
+        return out
+
+
+class Gemma3nTower(Tower):
+    """Tower of Gemma 3n's sounds, and of its images if their encoder is MobileNet-v5."""
+
+    parts: tuple[str, ...] = (f"{_AT}.", f"{_EMBEDDER}.")
 
     def __init__(self, *, config: EngineConfig, whole: JsonObject) -> None:
         super().__init__(config=config)
@@ -129,13 +165,23 @@ class Gemma3nTower(Tower):
         self.count = whole.integer("audio_soft_tokens_per_image", 188)
         self.every = ears.integer("conf_reduction_factor", 4)
         self.encoder = _encoder(self, ears)
-        self.embedder = Gemma3nEmbedder(self, whole)
+        self.embedder = Gemma3nSoundEmbedder(self, whole)
+        self.eyes: Gemma3nEyes | None = None
+        if sees(whole):
+            self.parts = (*self.parts, f"{_EYES}.", f"{_IMAGE_EMBEDDER}.")
+            self.unused = (rf"^{_IMAGE_EMBEDDER}\.(embedding|hard_embedding_norm)\.",)
+            self.eyes = Gemma3nEyes(self, whole)
 
     def slices(self, arrays: Arrays) -> Slices:
+        if self.eyes is not None and PIXEL_VALUES in arrays:
+            return Embeddings((yield from self.eyes.slices(self.to_device(arrays[PIXEL_VALUES])[0])))
+        return Embeddings((yield from self._sound(arrays)))
+
+    def _sound(self, arrays: Arrays) -> Rows:
         """Compute [m, H] from a spectrogram [1, F, B]."""
         rows = yield from self.encoder.slices(self.encoder.features(self, arrays))
         found = self.embedder(rows[:: self.every].contiguous())
         missing = self.count - len(found)
         if missing < 0:
             raise ValidationError(f"a sound has {len(found)} embeddings, the limit is {self.count}")
-        return Embeddings(torch.cat((found, self.embedder.filling().expand(missing, -1))))
+        return torch.cat((found, self.embedder.filling().expand(missing, -1)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,8 @@ from quire.worker.media_rows import Embeddings
 logger = logging.getLogger(__name__)
 
 _VALUES = "values"  # of an item of kind "embeds"
+_NUM_RECENT = 8
+"""Slices whose longest one the next slice is expected to take."""
 _MOST_JOINED = 512
 """Most rows of texts that are computed together: more are no faster, and all of them wait for the last."""
 
@@ -75,6 +78,7 @@ class EncoderStore:
         self._dtype = activation_dtype(config)
         self._done: dict[bytes, Embeddings] = {}
         self._begun: dict[bytes, _JointWork] = {}
+        self._recent_s: deque[float] = deque([0.0], _NUM_RECENT)  # Seconds of the last slices.
 
     def embeddings(self, digest: bytes) -> Embeddings | None:
         """Return an item's embeddings; None: the store has none."""
@@ -89,10 +93,12 @@ class EncoderStore:
         with library.as_in_kernels():
             for place, item in enumerate(items):
                 while item.digest not in self._done and item.digest not in failed:
-                    if not is_first and time.monotonic() >= until:
+                    began = time.monotonic()
+                    if not is_first and began + max(self._recent_s) >= until:
                         return self._progress(items, failed)
                     is_first = False
                     failed |= self._advance(items[place:])
+                    self._recent_s.append(time.monotonic() - began)
         return self._progress(items, failed)
 
     def compute(self, item: MediaItem) -> Generator[None, None, Embeddings]:

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from llama_index.core.agent.workflow import FunctionAgent
-from llama_index.core.llms import ChatMessage
+from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
@@ -26,7 +26,11 @@ from tests.clients.world import (
     NAME,
     PERSON,
     PERSON_QUESTION,
+    PICTURE,
+    PICTURE_ANSWER,
+    PICTURE_QUESTION,
     QUESTION,
+    SEEING,
     TOO_LONG,
     TOOL_ANSWER,
     TOOL_QUESTION,
@@ -151,3 +155,10 @@ def test_a_call_is_forced(make: Make, streamed: bool) -> None:
     (call,) = model.get_tool_calls_from_response(reply)
     assert call.tool_name == NAME
     assert list(call.tool_kwargs) == ["city"]
+
+
+def test_messages_with_images_are_answered(make: Make, seeing_url: str) -> None:
+    model = make(model=SEEING, api_base=seeing_url)
+    blocks = [TextBlock(text=PICTURE_QUESTION), ImageBlock(image=PICTURE)]
+    reply = model.chat([ChatMessage(role="user", blocks=blocks)])
+    assert reply.message.content == PICTURE_ANSWER

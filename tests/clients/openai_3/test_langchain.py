@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import openai
@@ -20,7 +21,11 @@ from tests.clients.world import (
     NAME,
     PERSON,
     PERSON_QUESTION,
+    PICTURE,
+    PICTURE_ANSWER,
+    PICTURE_QUESTION,
     QUESTION,
+    SEEING,
     STRICT_PERSON,
     TOO_LONG,
     TOOL_ANSWER,
@@ -125,3 +130,14 @@ def test_a_call_is_forced(model: ChatOpenAI, choice: str, streamed: bool) -> Non
     done = joined(list(bound.stream(PERSON_QUESTION))) if streamed else bound.invoke(PERSON_QUESTION)
     (call,) = done.tool_calls
     assert (call["name"], call["args"]) == ("Person", PERSON.model_dump())
+
+
+def test_messages_with_images_are_answered(options: dict[str, Any], seeing_url: str) -> None:
+    model = ChatOpenAI(model=SEEING, **options | {"base_url": seeing_url})
+    data = base64.b64encode(PICTURE).decode()
+    for image in (
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "image", "base64": data, "mime_type": "image/png"},
+    ):
+        message = HumanMessage([{"type": "text", "text": PICTURE_QUESTION}, image])
+        assert model.invoke([message]).text == PICTURE_ANSWER

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from quire.errors import UnavailableError, ValidationError
+from quire.errors import ConfigError, UnavailableError, ValidationError
 from quire.multimodal.arrays import read_arrays, write_arrays
 from quire.multimodal.door import door as door_module
+from quire.multimodal.door.decoding import read_image
 from quire.multimodal.door.door import MediaDoor
 from quire.multimodal.door.layout import PreparedItem
 from tests.multimodal.door.doors import HIDDEN_SIZE, data_url, door_of, encoded, part, picture
@@ -323,3 +324,46 @@ async def test_bad_embeddings_are_refused_in_words(tmp_path: Path, values: np.nd
 async def test_embeddings_are_refused_by_default(door: MediaDoor) -> None:
     with pytest.raises(ValidationError, match="--enable-mm-embeds"):
         await door.admit([part("AAAA", is_embeds=True)])
+
+
+UNUSABLE: dict[str, tuple[Any, str]] = {
+    "device": ("/dev/null", "^/dev/null cannot be read: it is no regular file"),
+    "missing": ("none.png", "^none.png cannot be read: No such file"),
+    "path": (Path("none.png"), "^none.png cannot be read: No such file"),
+    "null": ("a\0b", "is no path of a file"),
+    "heic": (b"\0\0\0\x18ftypheic", "the file is an image in HEIC or AVIF; formats are PNG"),
+    "drawing": (b'<?xml version="1.0"?><svg/>', "the file is an SVG drawing"),
+    "bytes": (b"hello", "the bytes are no image"),
+    "floats": (Image.new("F", (4, 4)), "one number of 32 bits for each pixel"),
+    "ragged": ([[1], [1, 2]], "must be a PIL image, a path"),
+    "scaled": (np.zeros((4, 4, 3), np.float32), r"got ndarray of float32 \[4, 4, 3\]"),
+}
+"""Name -> what a caller of this process sends, and words of the error."""
+
+
+async def test_what_callers_here_send_is_refused_in_words(tmp_path: Path) -> None:
+    door = door_of(tmp_path, offline=True)
+    for source, words in UNUSABLE.values():
+        with pytest.raises(ValidationError, match=words):
+            await door.admit([part(source)])
+    (tmp_path / "a.png").write_bytes(encoded(picture()))
+    same = [tmp_path / "a.png", str(tmp_path / "a.png"), encoded(picture())]
+    assert len({item.digest for item in (await door.admit(list(map(part, same)))).items}) == 1
+    door.close()
+
+
+def test_grey_values_of_sixteen_bits_are_scaled() -> None:
+    grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    for kind in ("PNG", "TIFF"):
+        found = np.asarray(read_image(encoded(Image.fromarray(grey), kind), 64))
+        assert np.array_equal(found, grey >> 8)
+
+
+def test_limits_and_options_of_the_operator_are_checked(tmp_path: Path) -> None:
+    for limit in ("a", -1, {"count": 1.5}):
+        with pytest.raises(ConfigError, match="it must be a number of items"):
+            door_of(tmp_path, limit_mm_per_prompt={"image": limit})
+    for options in ({"max_pixel": 1}, {"images_kwargs": {"max_pixel": 1}}):
+        with pytest.raises(ConfigError, match="'max_pixel', which this model's processor does not read"):
+            door_of(tmp_path, mm_processor_kwargs=options)
+    door_of(tmp_path, mm_processor_kwargs={"max_pixels": 9999, "do_normalize": True}).close()
