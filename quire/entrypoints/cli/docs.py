@@ -61,7 +61,10 @@ def configuration_page() -> str:
     """Return the text of docs/configuration.md."""
     parts = [INTRODUCTION]
     for owner in (*child_configs().values(), ServerConfig, ModelRouterConfig):
-        parts += [f"\n## {owner.__name__.removesuffix('Config')}\n\n{inspect.getdoc(owner)}\n\n", _table(owner)]
+        parts += [
+            f"\n## {owner.__name__.removesuffix('Config')}\n\n{inspect.getdoc(owner)}\n\n",
+            _table(owner),
+        ]
     parts += ["\n## Environment variables\n\n| variable | meaning |\n|---|---|\n", *_rows(ENVIRONMENT)]
     return "".join(parts)
 
