@@ -14,7 +14,10 @@ SECONDS ?=
 
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+# One stamp for each choice of extras. `make serve` needs no tools of developers, which take more room than all else.
+COMMA  := ,
+STAMP  := $(VENV)/.installed$(if $(filter-out dev,$(EXTRAS))$(if $(EXTRAS),,none),-$(or $(subst $(COMMA),-,$(EXTRAS)),none))
+SERVE_EXTRAS := hf,vision,audio
 SANITIZED := build/sanitized
 INPUTS := pyproject.toml constraints.txt
 # Instruction sets of the kernels: native is this machine's best and portable; once all were compiled, all are kept up.
@@ -80,7 +83,10 @@ $(BIN)/python:
 # torch comes first and alone: it is the one large download, and its version decides the others.
 $(STAMP): $(INPUTS) | $(BIN)/python
 	@grep -v '^triton=' constraints.txt > $(OWN_PINS)
-	@echo 'installing torch (200 MB on a CPU, 3 GB with CUDA)'; $(PIP:$(PINS)=$(OWN_PINS)) torch
+	@echo 'installing torch$(if $(TORCH_INDEX), from $(TORCH_INDEX))'
+	@$(if $(TORCH_INDEX),,echo '  PyPI has it with CUDA, 3 GB; on a machine without a GPU interrupt this, and add to the command:'; \
+	  echo '  TORCH_INDEX=https://download.pytorch.org/whl/cpu (200 MB)')
+	@$(PIP:$(PINS)=$(OWN_PINS)) torch
 	@[ "$$($(BIN)/python -c '$(OWN_TRITON)')" = True ] || cp constraints.txt $(OWN_PINS)
 	@echo 'installing quire$(if $(EXTRAS), with the extras $(EXTRAS))'
 	@$(PIP:$(PINS)=$(OWN_PINS)) --config-settings=wheel.cmake=false --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
@@ -99,7 +105,9 @@ $(COMPILED): $(wildcard csrc/cpu/*) | $(STAMP)
 all-kernels:
 	@$(MAKE) --no-print-directory install KERNELS=all
 
-serve: install
+serve:
+	@$(MAKE) --no-print-directory install \
+	  EXTRAS=$(if $(filter file,$(origin EXTRAS)),$(if $(wildcard $(VENV)/.installed),dev,$(SERVE_EXTRAS)),$(EXTRAS))
 	@echo '$(BIN)/quire serve $(strip $(MODEL) --port $(PORT) $(if $(HOST),--host $(HOST)) $(ARGS))'
 	@exec $(BIN)/quire serve $(MODEL) --port $(PORT) $(if $(HOST),--host $(HOST)) $(ARGS)
 

@@ -316,6 +316,7 @@ def configure_logging(level: str | None = None, style: str | None = None) -> Non
     for name in LOGGERS:
         logging.getLogger(name).handlers[:] = [handler]
     logging.getLogger("quire").setLevel(level)
+    logging.getLogger("uvicorn.error").name = "uvicorn.server"  # its starts and ends are no errors
     # Other packages' logs, which would otherwise go to stderr unformatted.
     logging.lastResort = LogHandler(style, logging.WARNING, handler.writer)
     logging.captureWarnings(style == "json")

@@ -124,7 +124,7 @@ class _Deferring(MetaPathFinder):
             return self._wrapped(name, path, self._modules.append)
         if name == "torch":
             return self._wrapped(name, path, self._torch_imported)
-        if _relies_on_deferred(name):
+        if _relies_on_deferred(name) and not _is_initializing("torch"):  # a build for GPUs looks for triton
             import_deferred()
         return None
 

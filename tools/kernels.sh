@@ -16,6 +16,9 @@ if [ -z "$compiler" ]; then
   exit 0
 fi
 
+# A folder that was copied or moved with its tree has paths of another place, which CMake refuses.
+home=CMAKE_HOME_DIRECTORY:INTERNAL=
+grep -qsF -e "$home$PWD/csrc" -e "$home$(pwd -P)/csrc" "$folder/CMakeCache.txt" || rm -rf "$folder"
 # A folder stays with the generator that it began with.
 generator=
 if [ ! -e "$folder/CMakeCache.txt" ] && command -v ninja > /dev/null; then generator=-GNinja; fi

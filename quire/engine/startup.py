@@ -298,7 +298,7 @@ def _choose_whole_texts(config: EngineConfig) -> list[Choice]:
         return []
     return [
         Choice("enable_chunked_prefill", False, "an encoder computes a text whole"),
-        Choice("enable_prefix_caching", False, "an encoder keeps nothing of a text"),
+        Choice("enable_prefix_caching", False, "an encoder has no KV cache"),
     ]
 
 

@@ -109,6 +109,11 @@ def remove(model: CachedModel, cache_dir: str | None) -> int:
     return strategy.expected_freed_size
 
 
+def size_text(num_bytes: float) -> str:
+    """Return a size for people: `2.50 GB`, or `4.83 MB` if it is less than a tenth of one."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
+
+
 def size_of_tree(path: Path) -> int:
     """Return the bytes of a model's files: of a GGUF file, or of all files in a directory."""
     if path.is_file():

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from quire.errors import ModelLoadError
-from quire.model_cache.cache import size_of_tree
+from quire.model_cache.cache import size_of_tree, size_text
 from quire.models.checkpoint import read_model_config
 from quire.models.gguf.model import GgufModel, is_gguf
 
@@ -32,7 +32,7 @@ def facts_of(path: Path) -> dict[str, str]:
     facts = {
         "path": str(path),
         "architecture": arch.architecture,
-        "size": f"{size_of_tree(path) / 1e9:.2f} GB",
+        "size": size_text(size_of_tree(path)),
         "numbers": f"{total / 1e6:,.1f} million ({types})",
         "context": f"{arch.max_position_embeddings:,} tokens",
         "layers": str(arch.num_layers),

@@ -26,7 +26,7 @@ SERVER_OPTIONS = table_of(
     accepted("enable_request_id_headers", "every response has X-Request-Id", _SWITCH),
     accepted("enable_per_request_metrics", "times of requests are spans (docs/observability.md)", _SWITCH),
     accepted("disable_frontend_multiprocessing", "the engine core of a server has its own process", _SWITCH),
-    accepted("fingerprint_mode", "replies have no system_fingerprint; GET /version has the version"),
+    accepted("fingerprint_mode", "system_fingerprint is quire's version"),
     accepted(
         "h11_max_incomplete_event_size h11_max_header_count",
         "headers have limits of their own; bodies have --max-request-bytes",

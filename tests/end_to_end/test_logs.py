@@ -70,6 +70,7 @@ def test_json_log_lines_hold_no_client_text(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in log.splitlines()]
     assert all({"time", "level", "logger", "message", "pid"} <= line.keys() for line in lines)
     assert {api, core} <= {line["pid"] for line in lines}, "both processes write JSON"
+    assert "uvicorn.error" not in {line["logger"] for line in lines}, "a start is no error"
     access = [line for line in lines if line["logger"] == "uvicorn.access"]
     completions = [line for line in access if line.get("path") == "/v1/completions"]
     assert {line["status"] for line in completions} == {200, 400}

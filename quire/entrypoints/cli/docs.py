@@ -7,6 +7,7 @@ Invariant: the page is made from the config classes and the table of environment
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -60,7 +61,10 @@ def configuration_page() -> str:
     """Return the text of docs/configuration.md."""
     parts = [INTRODUCTION]
     for owner in (*child_configs().values(), ServerConfig, ModelRouterConfig):
-        parts += [f"\n## {owner.__name__.removesuffix('Config')}\n\n{owner.__doc__}\n\n", _table(owner)]
+        parts += [
+            f"\n## {owner.__name__.removesuffix('Config')}\n\n{inspect.getdoc(owner)}\n\n",
+            _table(owner),
+        ]
     parts += ["\n## Environment variables\n\n| variable | meaning |\n|---|---|\n", *_rows(ENVIRONMENT)]
     return "".join(parts)
 

@@ -49,6 +49,8 @@ INSTRUCTION_SETS = (
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
 OLDEST_TORCH = (2, 11)
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn", "pyzmq", "msgspec")
+MAX_FACTS, MAX_NAMES = 20, 9
+"""Facts of a section, and names of one fact, that a short report lists one by one."""
 REINSTALL = "install a C++ compiler (Debian: apt-get install g++) and then quire again"
 
 
@@ -121,6 +123,20 @@ class ReportSection:
         """Return the section as text."""
         width = max(map(len, self.facts), default=0)
         return [self.title, *(f"  {name:{width}}  {value}" for name, value in self.facts.items())]
+
+    def short_lines(self) -> list[str]:
+        """Return the section as text; in a long one, ops of one value are one line."""
+        if len(self.facts) <= MAX_FACTS:
+            return self.lines()
+        groups: dict[str, list[str]] = {}
+        for name, value in self.facts.items():
+            groups.setdefault(value, []).append(name)
+        facts = (f"  {_listed(names)}: {value}" for value, names in groups.items())
+        return [f"{self.title}; `quire doctor --all` lists each op", *facts]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} ops"
 
 
 def machine_section() -> ReportSection:
@@ -280,10 +296,14 @@ SECTIONS: tuple[Callable[[], ReportSection], ...] = (
 )  # Sections in order; OpenMP comes after what loads it.
 
 
-def report(sections: list[ReportSection]) -> list[str]:
+def report(sections: list[ReportSection], *, is_short: bool = False) -> list[str]:
     """Return all sections, then the problems, as lines of text."""
     problems = [problem for section in sections for problem in section.problems]
-    lines = [line for section in sections for line in [*section.lines(), ""]]
+    lines = [
+        line
+        for section in sections
+        for line in [*(section.short_lines() if is_short else section.lines()), ""]
+    ]
     if not problems:
         return [*lines, "Nothing is wrong."]
     return [*lines, f"Wrong ({len(problems)}):", *(f"  {one.what}\n    hint: {one.hint}" for one in problems)]
@@ -291,7 +311,8 @@ def report(sections: list[ReportSection]) -> list[str]:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def doctor(as_json: bool) -> int:
+@click.option("--all", "is_whole", is_flag=True, help="List the kernels of each op by itself.")
+def doctor(as_json: bool, is_whole: bool) -> int:
     """Show machine, versions and chosen kernels, and what is wrong.
 
     The exit code is 1 if something is wrong.
@@ -300,7 +321,7 @@ def doctor(as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(section) for section in sections], indent=2))
     else:
-        click.echo("\n".join(report(sections)))
+        click.echo("\n".join(report(sections, is_short=not is_whole)))
     return 1 if any(section.problems for section in sections) else 0
 
 

@@ -41,6 +41,7 @@ COMMANDS = {
     "disagg-proxy": "quire.entrypoints.cli.disagg_proxy",
     "doctor": "quire.entrypoints.cli.doctor",
     "collect-env": "quire.entrypoints.cli.collect_env",
+    "docs": "quire.entrypoints.cli.pages",
 }  # Command -> module that holds it under the same name, with _ for -.
 
 EXIT_INTERRUPTED = 130
@@ -67,6 +68,7 @@ def _dashes(name: str) -> str:
 
 @click.group(
     cls=LazyGroup,
+    epilog="A page docs/NAME.md that a help or a message names: `quire docs NAME` prints it.",
     context_settings={
         "token_normalize_func": _dashes,
         "max_content_width": 110,

@@ -10,10 +10,10 @@ import json
 import click
 
 from quire.errors import ConfigError
+from quire.model_cache.cache import size_text
 
 CACHE = click.option("--download-dir", help="Cache directory for Hugging Face models.  [default: HF_HOME's]")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-GB = 1e9
 TIMEOUT_S = 30.0
 NAME = "NAME"
 
@@ -35,7 +35,7 @@ def pull(model: str, revision: str | None, download_dir: str | None) -> None:
             f"{model!r} cannot be fetched; name a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct"
         )
     path = resolve_model_dir(model, revision, download_dir)
-    click.echo(f"{model}: {size_of_tree(path) / GB:.2f} GB at {path}")
+    click.echo(f"{model}: {size_text(size_of_tree(path))} at {path}")
 
 
 @click.command("list")
@@ -57,7 +57,7 @@ def list_models(as_json: bool, download_dir: str | None) -> None:
     width = max(map(len, [*(one.id for one in models), *BUNDLED_MODELS]))
     for one in models:
         used = datetime.date.fromtimestamp(one.last_used)
-        click.echo(f"{one.id:{width}}  {one.size_bytes / GB:8.2f} GB  {used}  {one.form}")
+        click.echo(f"{one.id:{width}}  {size_text(one.size_bytes):>11}  {used}  {one.form}")
     for name in BUNDLED_MODELS:
         click.echo(f"{name:{width}}  included")
 
@@ -89,12 +89,12 @@ def rm(models: tuple[str, ...], yes: bool, download_dir: str | None) -> None:
     from quire.model_cache.cache import cached_model, remove
 
     found = [cached_model(name, download_dir) for name in dict.fromkeys(models)]
-    total = sum(model.size_bytes for model in found) / GB
+    total = sum(model.size_bytes for model in found)
     names = ", ".join(model.id for model in found)
-    if not yes and not click.confirm(f"Remove {names} ({total:.2f} GB)?"):
+    if not yes and not click.confirm(f"Remove {names} ({size_text(total)})?"):
         raise ConfigError("nothing was removed; --yes removes without asking")
     freed = sum(remove(model, download_dir) for model in found)
-    click.echo(f"removed {names}: {freed / GB:.2f} GB")
+    click.echo(f"removed {names}: {size_text(freed)}")
 
 
 @click.command()
@@ -115,7 +115,7 @@ def ps(url: str, api_key: str | None, as_json: bool) -> None:
     for model in models:
         details, context = model["details"], model.get("context_length", 0)
         form = f"{details['format']} {details['quantization_level']}"
-        click.echo(f"{model['name']:{width}}  {model['size'] / GB:8.2f} GB  {context:>9,}  {form}")
+        click.echo(f"{model['name']:{width}}  {size_text(model['size']):>11}  {context:>9,}  {form}")
 
 
 list = list_models

@@ -68,7 +68,7 @@ def quantize(
     revision: str | None,
     download_dir: str | None,
 ) -> None:
-    """Quantise the linear layers of MODEL and write it in the layout of compressed-tensors.
+    """Quantize the linear layers of MODEL and write it in the layout of compressed-tensors.
 
     rtn rounds to nearest with searched scales; gptq, awq and awq-gptq use the layers' inputs on calibration
     texts.

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from quire.entrypoints.cli.docs import ENVIRONMENT, PAGE, configuration_page
-from quire.entrypoints.cli.main import COMMANDS, cli
+from quire.entrypoints.cli.main import COMMANDS, cli, main
 
 ROOT = Path(__file__).parents[3]
 PAGES = (ROOT / "docs/cli.md", ROOT / "benchmarks/README.md")
@@ -52,3 +52,14 @@ def test_every_command_has_a_section_and_an_example() -> None:
     headings = " ".join(re.findall(r"^## (.+)$", text, flags=re.MULTILINE)).split()
     assert set(COMMANDS) <= set(headings)
     assert all(f"\n$ quire {name}" in text for name in COMMANDS)
+
+
+def test_docs_prints_every_page_that_a_message_names(capsys: pytest.CaptureFixture[str]) -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "quire").rglob("*.py"))
+    for page in set(re.findall(r"docs/[a-z_]+\.md", source)):
+        assert main(["docs", page]) == 0
+        assert capsys.readouterr().out.rstrip("\n") == (ROOT / page).read_text(encoding="utf-8").rstrip("\n")
+    assert main(["docs"]) == 0
+    assert "\nbatch " in f"\n{capsys.readouterr().out}"
+    assert main(["docs", "bach"]) == 2
+    assert "did you mean 'batch'?" in capsys.readouterr().err

@@ -63,6 +63,10 @@ def test_text_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == (1 if problems else 0)
     assert all(section["title"] in text for section in sections)
     assert all(problem["hint"] in text for problem in problems)
+    assert len(text.splitlines()) < 70
+    assert main(["doctor", "--all"]) == code
+    whole = capsys.readouterr().out
+    assert all(f"  {op} " in whole for op in ops.TABLE)
 
 
 def test_report_ends_with_what_is_wrong() -> None:
