@@ -45,7 +45,7 @@ from quire.kv_cache.spec import decode_kv_config, encode_specs
 from quire.logging_setup import configure_logging
 from quire.media import MediaItem
 from quire.plugins import load_general_plugins
-from quire.processes import GROUP_SIGNALS, freeze_garbage
+from quire.processes import GROUP_SIGNALS, freeze_garbage, leave
 from quire.structured_outputs_params import StructuredOutputsParams
 from quire.vocabulary import Vocabulary
 from quire.worker.devices import make_device
@@ -241,4 +241,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
