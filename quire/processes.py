@@ -11,10 +11,11 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # library threads do not survive a fork
 _SIZE = struct.Struct("<I")  # of a frame
@@ -125,6 +126,22 @@ def limit_memory(num_bytes: int) -> None:
 
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes,) * 2)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process as `sys.exit` does, but free no objects, which takes 0.4 s with torch imported.
+
+    Other threads are waited for, exit handlers run, and the output is written.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # the process has one
+                stream.flush()
+    except (OSError, ValueError):
+        sys.exit(code)  # the interpreter's own flush reports it
+    os._exit(code)
 
 
 def exit_reason(code: int) -> str:

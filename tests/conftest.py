@@ -11,6 +11,9 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+# Until all tests are collected: the collector would walk all modules again and again, and free almost nothing.
+if gc.isenabled():
+    gc.disable()
 # Before torch is imported: OpenMP threads that spin while they wait starve the other processes of a test.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
@@ -56,6 +59,11 @@ assert httpx.Client().timeout == httpx.Timeout(300.0), "httpx takes its default 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        gc.enable()  # other processes collect and run the tests
+
+
 def pytest_collection_finish() -> None:
     """Exempt the objects that exist after collection from garbage collections, such as each sleep of an engine runs.
 
@@ -63,6 +71,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 

@@ -58,6 +58,34 @@ def test_objects_of_bindings_are_freed_before_the_end() -> None:
         assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == printed
 
 
+_LEAVING = """
+import atexit, sys, threading
+from quire.processes import leave
+class Node:
+    def __del__(self, write=sys.stdout.write):
+        write("freed")
+node = Node()
+atexit.register(print, "handler")
+threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
+leave(7)
+"""
+
+
+def test_leave_ends_all_but_frees_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", _LEAVING], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (7, ["thread", "handler"], "")
+
+
+def test_leave_reports_output_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    program = "from quire.processes import leave; print('text'); leave(0)"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program], check=False, stdout=full, stderr=subprocess.PIPE
+        )
+    assert (done.returncode, b"No space left" in done.stderr) == (120, True)
+
+
 def test_start_python_works_in_root_with_our_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("NAME = 'mine'")
     monkeypatch.chdir(tmp_path)

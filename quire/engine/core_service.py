@@ -174,7 +174,7 @@ class CoreService:
             os.sched_setaffinity(
                 0, self._config.share.processors
             )  # before there are threads, which inherit it
-        context = zmq.Context()
+        self._context = context = zmq.Context()
         self._inbox = context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
         self._inbox.bind(f"ipc://{directory / REQUESTS}")
@@ -290,6 +290,10 @@ class CoreService:
         """Report a crash of the core to the parent; the traceback is in the log."""
         self._outboxes.send(CoreFailed("the engine core failed; see its log for the traceback"))
 
+    def close(self) -> None:
+        """Close the sockets, and wait up to LINGER_MS for what is still to be sent."""
+        self._context.destroy()
+
 
 def _wait_ms(core: EngineCore) -> int:
     """Return the poll timeout in milliseconds."""
@@ -311,4 +315,5 @@ def serve(directory: Path, parent_pid: int) -> int:
         service.report_crash()
         return 1
     finally:
+        service.close()
         parent.clean_up()

@@ -18,7 +18,9 @@ from tests.end_to_end.test_faults import NULL
 
 
 @pytest.mark.item(54)
-@pytest.mark.parametrize("args", [(), ("--api-server-count", "2")], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "args", [(), pytest.param(("--api-server-count", "2"), marks=pytest.mark.more)], ids=["one", "two"]
+)
 def test_server_ends_rather_than_go_on_as_another_model(
     args: tuple[str, ...], null_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -168,7 +168,7 @@ def check_forks(llm: LLM, plain: LLM) -> None:
 
 
 @pytest.mark.item(42)
-@pytest.mark.parametrize("weights", quick(WEIGHTS, ("float32", "bfloat16-auto", "int4")))
+@pytest.mark.parametrize("weights", quick(WEIGHTS, ("bfloat16-auto", "int4")))
 def test_every_weight_type(weights: str, engine: Callable[..., LLM], restore_threads: None) -> None:
     check_contract(functools.partial(engine, weights))
 

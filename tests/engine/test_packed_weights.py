@@ -110,6 +110,7 @@ def answer(model: Path) -> str:
     return f"{output.outputs[0].token_ids}\n"
 
 
+@pytest.mark.more
 def test_two_engines_that_start_at_once_leave_one_file(
     home: Path, tiny_model: Callable[[str], Path], restore_threads: None
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import EngineError, RankLostError, ValidationError
+from quire.executor.ranks import handles, rank_processes
 from quire.executor.ranks.handles import Ranks
 from quire.executor.ranks.rank_processes import HostStarter
 from quire.scheduler.output import SchedulerOutput
@@ -95,7 +96,9 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def mortal() -> Iterator[Ranks]:
+def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr(handles, "DEATH_S", 120.0)  # a busy machine ends processes late
+    monkeypatch.setattr(rank_processes, "DEATH_S", 120.0)
     with three() as ranks:
         yield ranks
 

@@ -60,7 +60,7 @@ def test_portable_kernels_can_be_selected() -> None:
     code = (
         "import torch; from quire.kernels import ops; from quire.kernels.cpu import library\n"
         "x = torch.randn(3, 77, dtype=torch.float16); w = torch.randn(77)\n"
-        "torch.testing.assert_close(ops.rms_norm(x, w, 1e-5), ops.rms_norm.oracle(x, w, 1e-5))\n"
+        "assert torch.allclose(ops.rms_norm(x, w, 1e-5), ops.rms_norm.oracle(x, w, 1e-5), rtol=1e-3, atol=1e-5)\n"
         "print(library.status())"
     )
     result = run_python(code, QUIRE_CPU_ISA="portable")

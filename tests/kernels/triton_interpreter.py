@@ -7,6 +7,7 @@ numpy's BLAS, which on some processors adds up a row among many in another order
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -26,6 +27,8 @@ def start() -> None:
 
         interpreter.InterpreterBuilder.create_dot = _dot
         interpreter._patch_lang = _once_for_each_module(interpreter._patch_lang, interpreter._LangPatchScope)
+        interpreter._get_np_dtype = _once_for_each_element(interpreter._get_np_dtype)
+        _make_shapes_once()
 
 
 def _once_for_each_module(
@@ -44,6 +47,38 @@ def _once_for_each_module(
         return scope()  # with nothing to undo
 
     return once
+
+
+def _once_for_each_element(find: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
+    """The interpreter's table of numpy's types, which it would build for each look-up."""
+    known = dict[str, np.dtype]()
+
+    def once(dtype: Any) -> np.dtype:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = find(dtype)
+        return known[name]
+
+    return once
+
+
+def _make_shapes_once() -> None:
+    """Let tensors of one shape share it; each would make it anew, with the types of its numbers."""
+    from triton.language import core
+
+    known = dict[tuple[int, ...], tuple[Any, Any]]()
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        numbers = tuple(type.shape) if type.is_block() else ()
+        if numbers not in known:
+            known[numbers] = (
+                core.tuple([core.constexpr(number) for number in numbers]),
+                core.constexpr(math.prod(numbers)),
+            )
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known[numbers]
+
+    core.tensor.__init__ = init
 
 
 def _dot(builder: Any, a: Any, b: Any, sums: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:

@@ -332,7 +332,7 @@ def test_int4_takes_at_most_4_9_bits_for_each_weight(
     sizes: dict[str, int], tiny_model: Callable[[str], Path]
 ) -> None:
     """Bits per weight count all matrices but the head, with everything that is stored for them."""
-    overrides = {**sizes, "head_dim": 64, "num_hidden_layers": 4}
+    overrides = {**sizes, "head_dim": 64, "num_hidden_layers": 1}
     model = load_tiny(tiny_model("llama"), load_format="dummy", quantization="int4", hf_overrides=overrides)
     packed = [
         matrix

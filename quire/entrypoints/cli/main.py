@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -100,6 +100,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return say_failure(error)
 
 
+def run() -> NoReturn:
+    """Run the command of this process's arguments, and end it."""
+    from quire.processes import leave
+
+    leave(main())
+
+
 def _say_usage(error: click.ClickException) -> int:
     """Print click's message in the form of all others, and the command whose help has the options."""
     if isinstance(error, click.NoSuchOption):
@@ -114,4 +121,4 @@ def _say_usage(error: click.ClickException) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

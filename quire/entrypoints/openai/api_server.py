@@ -22,7 +22,7 @@ from quire.entrypoints.openai.start_signals import StartSignals
 from quire.entrypoints.openai.tls import checked_tls
 from quire.errors import ConfigError, StartupError
 from quire.logging_setup import say_failure
-from quire.processes import freeze_garbage
+from quire.processes import freeze_garbage, leave, uncollected
 from quire.unix_sockets import listen_unix
 
 if TYPE_CHECKING:
@@ -109,11 +109,12 @@ async def _serve(
             signals.check()
             return await serve_supervisor(engine, server_config, listener, service_manager)
 
-        from quire.entrypoints.openai.app import build_app
-        from quire.entrypoints.openai.connection import http_config
-        from quire.entrypoints.openai.lifecycle import HttpServer, Lifecycle
+        with uncollected():
+            from quire.entrypoints.openai.app import build_app
+            from quire.entrypoints.openai.connection import http_config
+            from quire.entrypoints.openai.lifecycle import HttpServer, Lifecycle
 
-        app = build_app(engine, server_config)
+            app = build_app(engine, server_config)
         http = HttpServer(http_config(app, server_config), server_config)
         needs_key = bool(app.state.server.keys)
         freeze_garbage()
@@ -155,4 +156,4 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 if __name__ == "__main__":
     from quire.entrypoints.cli.main import main
 
-    sys.exit(main(["serve", *sys.argv[1:]]))
+    leave(main(["serve", *sys.argv[1:]]))

@@ -21,35 +21,38 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from quire.torch_import import hastened_import
 
-from quire import private_directories
-from quire.adapters import AdapterRequest
-from quire.config import EngineConfig
-from quire.executor.ranks.agreement import check_ranks_agree
-from quire.executor.ranks.handles import (
-    CallFailed,
-    CallReturned,
-    FromRank,
-    RankCall,
-    Step,
-    StepResult,
-    ToRank,
-)
-from quire.executor.ranks.places import JOIN_S, RankGroups, meet, with_replicas
-from quire.executor.ranks.rank_processes import CONFIG
-from quire.executor.ranks.ray_ranks import watch_actor
-from quire.executor.ranks.wire import SPIN_S, Wire
-from quire.executor.uniproc import select_own_device
-from quire.kv_cache.spec import decode_kv_config, encode_specs
-from quire.logging_setup import configure_logging
-from quire.media import MediaItem
-from quire.plugins import load_general_plugins
-from quire.processes import GROUP_SIGNALS, freeze_garbage
-from quire.structured_outputs_params import StructuredOutputsParams
-from quire.vocabulary import Vocabulary
-from quire.worker.devices import make_device
-from quire.worker.worker import Worker
+with hastened_import():
+    import msgspec
+
+    from quire import private_directories
+    from quire.adapters import AdapterRequest
+    from quire.config import EngineConfig
+    from quire.executor.ranks.agreement import check_ranks_agree
+    from quire.executor.ranks.handles import (
+        CallFailed,
+        CallReturned,
+        FromRank,
+        RankCall,
+        Step,
+        StepResult,
+        ToRank,
+    )
+    from quire.executor.ranks.places import JOIN_S, RankGroups, meet, with_replicas
+    from quire.executor.ranks.rank_processes import CONFIG
+    from quire.executor.ranks.ray_ranks import watch_actor
+    from quire.executor.ranks.wire import SPIN_S, Wire
+    from quire.executor.uniproc import select_own_device
+    from quire.kv_cache.spec import decode_kv_config, encode_specs
+    from quire.logging_setup import configure_logging
+    from quire.media import MediaItem
+    from quire.plugins import load_general_plugins
+    from quire.processes import GROUP_SIGNALS, freeze_garbage, leave
+    from quire.structured_outputs_params import StructuredOutputsParams
+    from quire.vocabulary import Vocabulary
+    from quire.worker.devices import make_device
+    from quire.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -241,4 +244,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

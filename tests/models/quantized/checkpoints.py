@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -50,12 +51,29 @@ def write(
 @torch.inference_mode()
 def error_of_logits(quantized: Path, floats: Path, **options: Any) -> float:
     """The largest difference from transformers' logits in float32, relative to the largest of these."""
-    from transformers import AutoModelForCausalLM
-
-    expected = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32)(torch.tensor(IDS)).logits[0]
+    expected = _oracle(floats)(torch.tensor(IDS)).logits[0]
     precise = {"quantization_config": {"mode": "precise"}}
     got = logits_of(load_tiny(quantized, **precise | options), IDS, chunk_sizes=[5])[0]
     return float((got - expected).abs().max() / expected.abs().max())
+
+
+def _oracle(floats: Path) -> Any:
+    """Return transformers' model of a checkpoint; those of one Llama config are one model with other weights."""
+    from transformers import AutoModelForCausalLM
+
+    config = (floats / "config.json").read_text()
+    if json.loads(config)["architectures"] != ["LlamaForCausalLM"]:
+        return AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32)
+    model = _llama_of(config)
+    model.load_state_dict(load_file(floats / SINGLE_NAME))
+    return model
+
+
+@functools.cache
+def _llama_of(config: str) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**json.loads(config))).float().eval()
 
 
 def same(one: CausalLM, other: CausalLM, *, tolerance: float = 0.0) -> None:

@@ -11,6 +11,8 @@ import signal
 import socket
 import sys
 
+from quire.processes import leave, uncollected
+
 SUPERVISOR_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -23,10 +25,11 @@ def main() -> int:
 
     Parent(parent).watch()
 
-    from quire.entrypoints.openai.api_server import loop_factory
-    from quire.entrypoints.openai.processes.worker import serve
-    from quire.logging_setup import configure_logging
-    from quire.plugins import load_general_plugins
+    with uncollected():
+        from quire.entrypoints.openai.api_server import loop_factory
+        from quire.entrypoints.openai.processes.worker import serve
+        from quire.logging_setup import configure_logging
+        from quire.plugins import load_general_plugins
 
     configure_logging()
     load_general_plugins()
@@ -40,4 +43,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
