@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from quire.processes import GROUP_SIGNALS, read_order, uncollected
+from quire.processes import GROUP_SIGNALS, leave, read_order, uncollected
 from quire.torch_import import begin_torch
 
 SPARE = "-"
@@ -56,4 +56,7 @@ def _import_ahead() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if sys.argv[-1] == "uni":
+        leave(status)
+    sys.exit(status)  # of other executors, libraries end what they have started

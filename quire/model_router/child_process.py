@@ -15,7 +15,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from quire.processes import read_order, uncollected
+from quire.processes import leave, read_order, uncollected
 
 KEYS = ("QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY")
 """Variables that no other process inherits."""
@@ -67,4 +67,4 @@ def _import_ahead() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
