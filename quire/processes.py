@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import os
 import signal
 import struct
@@ -149,11 +148,11 @@ def why_silent(pid: int) -> str | None:
 def leave(code: int) -> NoReturn:
     """End this process; after a success without Python's teardown, which walks all modules for tenths of a second.
 
-    Whatever had to be written is: functions of `atexit` do not run, and nothing waits for threads or messages.
+    Functions of `atexit` run, which remove private directories; nothing waits for threads or for messages in sockets.
     """
     if code:
         sys.exit(code)
-    logging.shutdown()
+    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
