@@ -13,5 +13,9 @@ done
 find "$packages"/torch/bin -type f ! -name torch_shm_manager -delete
 find "$packages" -type d \( -name tests -o -name __pycache__ \) -prune -exec rm -rf {} +
 find "$packages" \( -name '*.pyi' -o -name '*.h' -o -name '*.hpp' \) -type f -delete
-# Libraries that auditwheel has edited (numpy.libs and the like) do not load after a strip.
-if command -v strip > /dev/null; then find "$packages"/torch/lib -name '*.so' -type f -exec strip --strip-unneeded {} +; fi
+# Others are left: libraries that auditwheel has edited (numpy's, zmq's) do not load after a strip.
+if command -v strip > /dev/null; then
+  for package in torch/lib uvloop tokenizers hf_xet yaml xxhash; do
+    if [ -d "$packages/$package" ]; then find "$packages/$package" -name '*.so' -type f -exec strip --strip-unneeded {} +; fi
+  done
+fi

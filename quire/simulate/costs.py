@@ -2,8 +2,11 @@
 """Step costs of a machine, fitted to the steps of a recorded run.
 
 A plan costs a constant, plus for each forward pass of it (a multi-step plan has several) a constant, an amount per
-request that samples, per prompt token and per attended position. All amounts are at least 0, so more work never costs
-less.
+request that samples, an amount per attended position, and one per row, which is a token that the pass computes. The
+first rows of a pass cost less than later ones where reading the weights takes longer than multiplying by them, so each
+band of rows has an amount of its own (the roofline model, Williams et al., 2009). Rows that only generate read their
+cache alone, and prompts share what they read, so their positions differ, too. All amounts are at least 0, so more work
+never costs less.
 """
 
 from __future__ import annotations
@@ -21,8 +24,12 @@ from quire.scheduler.output import SchedulerOutput
 
 MIN_STEPS = 30
 """Steps that a fit needs: several times as many as it has amounts."""
-NUM_SWEEPS = 2000
-MAX_ERROR = 1e-9  # Relative change of a sweep at which a fit has converged.
+MAX_CHANGES = 100  # Of the set of amounts above 0; a fit takes about as many as it has amounts.
+MAX_SLOPE = 1e-10  # Improvement by an amount, relative to the number of steps, at which a fit has converged.
+
+
+BANDS = (4, 16, 64)
+"""Rows at which a band of rows ends and the next one begins."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +39,20 @@ class StepWork:
     Args:
         passes: forward passes.
         samples: sampled tokens, over all passes.
-        prompt_tokens: tokens that are computed and not generated.
-        positions: attended positions of all computed tokens, themselves included.
+        rows: computed tokens, over all passes, by their band in the pass.
+        positions: attended positions of generated tokens, themselves included.
+        prompt_positions: those of other computed tokens.
     """
 
     passes: int
     samples: int
-    prompt_tokens: int
+    rows: tuple[int, int, int, int]
     positions: int
+    prompt_positions: int
 
     def features(self) -> tuple[float, ...]:
         """Return what each amount of `PlanCosts` is multiplied by."""
-        return (1.0, self.passes, self.samples, self.prompt_tokens, self.positions)
+        return (1.0, self.passes, self.samples, *self.rows, self.positions, self.prompt_positions)
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,9 @@ class PlanCosts:
         plan_s: of a plan, its bookkeeping included.
         pass_s: of a forward pass.
         sample_s: of a request that samples, in each pass.
-        prompt_token_s: of a prompt token.
-        position_s: of an attended position.
+        row_to_4_s: of a row of a pass, up to the fourth; further rows have further amounts.
+        position_s: of an attended position of a generated token.
+        prompt_position_s: of another attended position.
         error: mean relative error of the steps that the amounts were fitted to.
         num_steps: their number.
     """
@@ -63,8 +73,12 @@ class PlanCosts:
     plan_s: float
     pass_s: float
     sample_s: float
-    prompt_token_s: float
+    row_to_4_s: float
+    row_to_16_s: float
+    row_to_64_s: float
+    row_s: float
     position_s: float
+    prompt_position_s: float
     error: float = 0.0
     num_steps: int = 0
 
@@ -72,19 +86,22 @@ class PlanCosts:
         for name, amount in zip(AMOUNTS, self.amounts(), strict=True):
             if not 0.0 <= amount < np.inf:
                 raise ConfigError(f"{name} of step costs must be a number of seconds from 0 on, got {amount}")
-        if not self.plan_s + self.pass_s > 0.0:
-            raise ConfigError("plan_s and pass_s of step costs are both 0: steps that take no time never end")
+        if not self.plan_s + self.pass_s + self.row_to_4_s > 0.0:  # every step with a request has such a row
+            raise ConfigError(
+                "plan_s, pass_s and row_to_4_s of step costs are all 0: steps that take no time never end"
+            )
 
     def amounts(self) -> tuple[float, ...]:
         """Return the amounts, in the order of `StepWork.features`."""
-        return (self.plan_s, self.pass_s, self.sample_s, self.prompt_token_s, self.position_s)
+        return tuple(getattr(self, name) for name in AMOUNTS)
 
     def seconds(self, work: StepWork) -> float:
         """Return the duration of a plan."""
         return sum(amount * count for amount, count in zip(self.amounts(), work.features(), strict=True))
 
 
-AMOUNTS = ("plan_s", "pass_s", "sample_s", "prompt_token_s", "position_s")
+ROW_AMOUNTS = ("row_to_4_s", "row_to_16_s", "row_to_64_s", "row_s")
+AMOUNTS = ("plan_s", "pass_s", "sample_s", *ROW_AMOUNTS, "position_s", "prompt_position_s")
 
 
 @dataclass(frozen=True)
@@ -106,12 +123,23 @@ def work_of(
         samples: tokens that each request samples in all passes.
         passes: forward passes; each further one computes the last sampled token of every request.
     """
-    positions = sum(
-        _attended(start, count) + _attended(start + count, passes - 1)
-        for start, count in zip(starts, num_tokens, strict=True)
-    )
-    generated = sum(1 for sampled in samples if sampled)
-    return StepWork(passes, sum(samples), sum(num_tokens) - generated, positions)
+    positions = prompt_positions = 0
+    for start, count, sampled in zip(starts, num_tokens, samples, strict=True):
+        attended = _attended(start, count)
+        if count == 1 and sampled:
+            positions += attended
+        else:
+            prompt_positions += attended
+        positions += _attended(start + count, passes - 1)
+    first, later = _bands(sum(num_tokens)), _bands(len(starts))
+    rows = [one + (passes - 1) * other for one, other in zip(first, later, strict=True)]
+    return StepWork(passes, sum(samples), (rows[0], rows[1], rows[2], rows[3]), positions, prompt_positions)
+
+
+def _bands(num_rows: int) -> list[int]:
+    """Return the rows of a pass in each band."""
+    ends = (*BANDS, num_rows)
+    return [max(min(num_rows, end) - begin, 0) for begin, end in zip((0, *BANDS), ends, strict=True)]
 
 
 def work_of_plan(plan: SchedulerOutput, passes: int) -> StepWork:
@@ -198,18 +226,28 @@ def fit_costs(steps: Sequence[MeasuredStep]) -> PlanCosts:
 
 
 def _non_negative(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Minimize |features x / seconds - 1|^2 over x >= 0 by coordinate descent (a convex problem)."""
+    """Minimize |features x / seconds - 1|^2 over x >= 0 by an active set (Lawson and Hanson, 1974)."""
     weighted = features / seconds[:, None]
     scale = np.maximum(np.linalg.norm(weighted, axis=0), 1e-300)
-    gram = (weighted / scale).T @ (weighted / scale)
-    target = (weighted / scale).sum(axis=0)
-    amounts = np.zeros(features.shape[1])
-    for _ in range(NUM_SWEEPS):
-        before = amounts.copy()
-        for place in range(len(amounts)):
-            rest = target[place] - gram[place] @ amounts + gram[place, place] * amounts[place]
-            amounts[place] = max(rest / max(gram[place, place], 1e-300), 0.0)
-        if np.abs(amounts - before).max() <= MAX_ERROR * max(amounts.max(), 1e-300):
+    weighted = weighted / scale
+    amounts, is_used = np.zeros(len(scale)), np.zeros(len(scale), dtype=np.bool_)
+    for _ in range(MAX_CHANGES):
+        slopes = np.where(is_used, 0.0, weighted.T @ (1.0 - weighted @ amounts))
+        if slopes.max() <= MAX_SLOPE * len(seconds) ** 0.5:
             break
+        is_used[slopes.argmax()] = True
+        while (wanted := _fitted(weighted, is_used)).min() < 0.0:
+            falling = wanted < 0.0
+            share = np.min(amounts[falling] / (amounts[falling] - wanted[falling]))
+            amounts = np.maximum(amounts + share * (wanted - amounts), 0.0)
+            is_used &= amounts > 0.0
+        amounts = wanted
     fitted: NDArray[np.float64] = amounts / scale
     return fitted
+
+
+def _fitted(weighted: NDArray[np.float64], is_used: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return the unrestricted optimum of the used amounts; the others are 0."""
+    optimum = np.zeros(len(is_used))
+    optimum[is_used] = np.linalg.lstsq(weighted[:, is_used], np.ones(len(weighted)), rcond=None)[0]
+    return optimum

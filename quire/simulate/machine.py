@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 from quire.kv_cache.spec import KVCacheConfig, decode_kv_config, encode_kv_config
 from quire.simulate.costs import PlanCosts, fit_costs, measured_steps
 
-MACHINE_VERSION = 1
+MACHINE_VERSION = 2
 
 
 class Machine(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
-from quire.kernels.cpu.arena import Arena, huge_page_blocks
+from quire.kernels.cpu.arena import Arena, discard_pages, huge_page_blocks
 from quire.kernels.cpu.calls import lending
 from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.cpu.sized_graph import UnrecordedOps
@@ -162,6 +162,18 @@ class CpuMemory:
     def give_back(self) -> None:
         """Free the outputs and what the C library keeps for later, if it has `malloc_trim` (glibc)."""
         self.outputs = None
+        self._trim()
+
+    def discard(self, tensors: Sequence[Tensor]) -> bool:
+        """Discard the pages of tensors and of the outputs; see `DeviceMemory`."""
+        if not all(map(discard_pages, tensors)):
+            return False
+        if self.outputs is not None:
+            self.outputs.discard()
+        self._trim()
+        return True
+
+    def _trim(self) -> None:
         trim = getattr(CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

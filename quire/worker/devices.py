@@ -6,7 +6,7 @@ Invariant: nothing else in the worker asks for the device type.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +17,8 @@ from quire.plugins import FACTORY, PluginTable
 from quire.worker.transfers import Transfers
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quire.worker.input_batch import InputBatch
     from quire.worker.pipeline import Body, Pipeline
 
@@ -39,6 +41,13 @@ class DeviceMemory(Protocol):
 
     def give_back(self) -> None:
         """Return unused memory to the system; garbage has been collected where that was needed."""
+
+    def discard(self, tensors: Sequence[Tensor]) -> bool:
+        """Return the pages of tensors, and unused memory, to the system; their addresses stay valid, their contents do
+        not.
+
+        False: the device keeps no address without its memory, and the contents may be lost.
+        """
 
 
 class Device(Protocol):

@@ -507,6 +507,9 @@ class GpuMemory:
     def give_back(self) -> None:
         self._module.empty_cache()
 
+    def discard(self, tensors: Sequence[Tensor]) -> bool:
+        return False
+
 
 class GpuTransfers:
     """Transfers through pinned memory, on the single stream."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker with what it does beside steps: media, stores of rows, sleep, and new weights.
 
-Invariant: sleep frees memory and wake-up allocates as much again.
+Invariant: sleep frees memory and wake-up allocates as much again, or lets steps do so.
 """
 
 from __future__ import annotations
@@ -117,10 +117,16 @@ class Worker(StepWorker):
         return self._rows
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache, and park (level 1) or drop (level 2) the weights. All rows are lost."""
-        dropped = Dropped([self._runner, self._copier, self._model if level == 2 else None], self._tensors)
+        """Free the KV cache, and park (level 1) or drop (level 2) the weights. All rows are lost.
+
+        At level 1 a device that can keeps the addresses of the cache, with the runner and the graphs that have them.
+        """
         if self._runner is not None:
             self._runner.read_all()
+        if level == 1 and self._device.memory.discard(self._cache_memory()):
+            return
+        dropped = Dropped([self._runner, self._copier, self._model if level == 2 else None], self._tensors)
+        if self._runner is not None:
             self._runner = self._copier = None
             self._tensors = ()
             if self._rows is not None:
@@ -133,6 +139,10 @@ class Worker(StepWorker):
         elif self._model is not None and self._parked is None and self._device.parks_weights:
             self._parked = import_place(PARKED_WEIGHTS)([*self._models()], self._device.transfers)
         self._give_back(dropped)
+
+    def _cache_memory(self) -> tuple[Tensor, ...]:
+        """Return the tensors of the KV cache and of its host tier; none if they are not allocated."""
+        return self._tensors if self._copier is None else (*self._tensors, *self._copier.host)
 
     def _give_back(self, dropped: Dropped) -> None:
         """Return unused memory to the system; a collection of garbage takes a tenth of a second, so only if needed."""
@@ -158,7 +168,8 @@ class Worker(StepWorker):
 
     def _wake_cache(self) -> None:
         assert self._kv_config is not None, "wake_up of a KV cache that was never initialized"
-        self.initialize_kv_cache(self._kv_config)
+        if self._runner is None:
+            self.initialize_kv_cache(self._kv_config)
 
     def prepare_weights(self, model_dir: str) -> None:
         """Load the weights of another directory beside those in use, which go on to be used.

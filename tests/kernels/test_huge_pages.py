@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.arena import HUGE_PAGE, huge_page_blocks, huge_page_memory, prefer_huge_pages
+from quire.kernels.cpu.arena import (
+    HUGE_PAGE,
+    discard_pages,
+    huge_page_blocks,
+    huge_page_memory,
+    prefer_huge_pages,
+)
 
 SMAPS = Path("/proc/self/smaps")
 
@@ -41,6 +47,17 @@ def test_contents_stay() -> None:
     tensor = torch.arange(3 * HUGE_PAGE // 4, dtype=torch.int32)
     prefer_huge_pages(tensor)
     assert torch.equal(tensor, torch.arange(3 * HUGE_PAGE // 4, dtype=torch.int32))
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="only Linux discards")
+def test_discarding_takes_whole_pages_of_the_tensor_only() -> None:
+    memory, page = torch.ones(3 * HUGE_PAGE, dtype=torch.uint8), 1 << 16
+    middle = memory[page + 1 : -page - 1]
+    assert discard_pages(middle)
+    assert not middle[page:-page].any()
+    assert memory[: page + 1].all()
+    assert memory[-page - 1 :].all()
+    assert discard_pages(memory[:10])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

@@ -13,7 +13,17 @@ from quire.simulate.machine import Machine
 from quire.simulate.simulator import Simulator
 from tests.scheduler.harness import make_config, make_kv_config
 
-COSTS = PlanCosts(plan_s=0.0005, pass_s=0.01, sample_s=0.001, prompt_token_s=0.0002, position_s=1e-6)
+COSTS = PlanCosts(
+    plan_s=0.0005,
+    pass_s=0.01,
+    sample_s=0.001,
+    row_to_4_s=0.0001,
+    row_to_16_s=0.0002,
+    row_to_64_s=0.0004,
+    row_s=0.0002,
+    position_s=1e-6,
+    prompt_position_s=5e-7,
+)
 
 
 def make_machine(costs: PlanCosts = COSTS, **changes: Any) -> Machine:

@@ -13,6 +13,7 @@ from quire.engine.trace import Planned
 from quire.errors import ConfigError
 from quire.simulate.costs import (
     AMOUNTS,
+    BANDS,
     MeasuredStep,
     PlanCosts,
     StepWork,
@@ -32,29 +33,37 @@ ROWS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20), st.booleans())
 def test_work_equals_plain_count(rows: list[tuple[int, int, bool]], passes: int) -> None:
     if passes > 1:  # only plans of one token per request have several passes
         rows = [(start, 1, True) for start, _, _ in rows]
-    positions = 0
-    for start, count, _ in rows:
+    positions, prompt_positions, bands = 0, 0, [0, 0, 0, 0]
+    for start, count, samples in rows:
         for place in range(start, start + count + passes - 1):
-            positions += place + 1
+            if place >= start + count or (count == 1 and samples):
+                positions += place + 1
+            else:
+                prompt_positions += place + 1
+    for number in range(passes):
+        for row in range(sum(count for _, count, _ in rows) if number == 0 else len(rows)):
+            bands[sum(row >= end for end in BANDS)] += 1
     samples = [passes if samples else 0 for _, _, samples in rows]
     work = work_of([row[0] for row in rows], [row[1] for row in rows], samples, passes)
-    generated = sum(1 for _, _, samples in rows if samples)
-    prompt_tokens = sum(count for _, count, _ in rows) - generated
-    assert work == StepWork(passes, sum(samples), prompt_tokens, positions)
+    assert work == StepWork(passes, sum(samples), tuple(bands), positions, prompt_positions)
 
 
 def random_work(generator: random.Random) -> StepWork:
-    samples = generator.randrange(30)
-    return StepWork(
-        generator.randrange(1, 9), samples, generator.randrange(500), generator.randrange(1, 40_000)
-    )
+    starts = [
+        generator.choice((0, generator.randrange(2000)))
+        for _ in range(generator.choice((1, 3, generator.randrange(1, 100))))
+    ]
+    counts = [generator.choice((1, generator.randrange(1, 100))) for _ in starts]
+    samples = [generator.randrange(2) for _ in starts]
+    passes = generator.randrange(1, 9) if max(counts) == 1 else 1
+    return work_of(starts, counts, [passes * sampled for sampled in samples], passes)
 
 
-@given(st.lists(st.floats(0.0, 0.01), min_size=4, max_size=4), st.integers(0, 2**32))
+@given(st.lists(st.floats(0.0, 0.01), min_size=8, max_size=8), st.integers(0, 2**32))
 def test_fit_predicts_exact_steps(amounts: list[float], seed: int) -> None:
     generator = random.Random(seed)
     known = PlanCosts(0.001, *amounts)
-    work = [random_work(generator) for _ in range(60)]
+    work = [random_work(generator) for _ in range(200)]
     fitted = fit_costs([MeasuredStep(one, known.seconds(one)) for one in work])
     for one in work:
         assert fitted.seconds(one) == pytest.approx(known.seconds(one), rel=0.02)
@@ -71,7 +80,7 @@ def test_fit_survives_interrupted_steps() -> None:
 
 def test_fit_of_few_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 30 steps, and this one has 1"):
-        fit_costs([MeasuredStep(StepWork(1, 1, 0, 1), 0.1)])
+        fit_costs([MeasuredStep(work_of([0], [1], [1], 1), 0.1)])
 
 
 @folded("name", AMOUNTS)
@@ -84,7 +93,7 @@ def test_costs_below_zero_are_refused(name: str, value: float) -> None:
 
 def test_costs_without_time_per_step_are_refused() -> None:
     with pytest.raises(ConfigError, match="never end"):
-        PlanCosts(0.0, 0.0, 1.0, 1.0, 1.0)
+        PlanCosts(0.0, 0.0, 1.0, 0.0, *[1.0] * 5)
 
 
 @pytest.mark.parametrize("steps", [1, 4])

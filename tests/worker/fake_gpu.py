@@ -119,6 +119,9 @@ class FakeGpu:
     def give_back(self) -> None:
         """The host's."""
 
+    def discard(self, tensors: Sequence[Tensor]) -> bool:
+        return False
+
     def host_memory(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8)
 

@@ -92,6 +92,18 @@ def test_memory_wakes_part_by_part(engine: LLMEngine) -> None:
         assert tokens(engine) == expected
 
 
+def test_sleep_on_a_host_keeps_recorded_graphs(tiny_model: Callable[[str], Path]) -> None:
+    engine = started(tiny_model("llama"))
+    expected = tokens(engine)
+    worker = engine._clients[0]._core.executor._worker  # type: ignore[attr-defined]
+    runner = worker._runner
+    engine.sleep(1)
+    engine.wake_up()
+    assert worker._runner is runner
+    assert tokens(engine) == expected
+    engine.shutdown()
+
+
 @pytest.mark.more
 def test_sleeping_deeper_drops_what_was_parked(engine: LLMEngine) -> None:
     expected = tokens(engine)

@@ -8,8 +8,11 @@ they are requested on Linux only.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import insort
+from ctypes import CDLL, c_size_t, c_void_p
 from math import prod
+from mmap import PAGESIZE
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -22,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from quire.kernels.cpu import library
 
 HUGE_PAGE = 2 * 2**20
+MADV_DONTNEED = 4  # of Linux
 
 
 def prefer_huge_pages(tensor: Tensor) -> None:
@@ -54,6 +58,20 @@ def huge_page_blocks(num_blocks: int, block_bytes: int) -> Tensor:
     return memory
 
 
+def discard_pages(tensor: Tensor) -> bool:
+    """Return a tensor's whole pages to the system; its address stays valid, and its contents are undefined.
+
+    The tensor must be contiguous and own its memory. False: the system, which must be Linux, refuses.
+    """
+    start = -(-tensor.data_ptr() // PAGESIZE) * PAGESIZE
+    num_bytes = (tensor.data_ptr() + tensor.nbytes - start) // PAGESIZE * PAGESIZE
+    if num_bytes <= 0:
+        return True
+    if sys.platform != "linux":  # elsewhere the advice keeps the pages
+        return False
+    return bool(CDLL(None).madvise(c_void_p(start), c_size_t(num_bytes), MADV_DONTNEED) == 0)
+
+
 def on_huge_pages(tensor: Tensor) -> Tensor:
     """Copy a tensor into such memory; a small tensor is returned unchanged."""
     if tensor.nbytes < HUGE_PAGE:
@@ -83,6 +101,10 @@ class Arena:
         self._taken: list[_Place] = []
         self.peak_bytes = 0
         """Largest extent used so far."""
+
+    def discard(self) -> None:
+        """Return its pages to the system; no tensor is in use."""
+        discard_pages(torch.from_numpy(self._bytes))
 
     def begin(self) -> None:
         """Begin another graph: tensors of the previous ones are no longer read."""
