@@ -24,9 +24,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from quire.distributed.agreement import check_same_word
 from quire.distributed.gloo import Gloo, Store, prefix_store
-from quire.distributed.group import Group
+from quire.distributed.group import Group, check_same_word
 from quire.errors import StartupError
 from quire.processes import STOPPED
 

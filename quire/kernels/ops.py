@@ -19,8 +19,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from quire.distributed.group import Group
-from quire.distributed.hosts import HostGroups
+from quire.distributed.group import Group, HostGroups
 from quire.distributed.shared_memory import SharedMemory
 from quire.errors import ConfigError
 from quire.kernels import (

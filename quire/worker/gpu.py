@@ -24,8 +24,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
 from quire.kernels.attention_metadata import GroupMetadata
 from quire.kernels.triton import batch as kernels
-from quire.kernels.triton.batch import StagedStep
-from quire.kernels.triton.copies import copy_blocks
+from quire.kernels.triton.batch import StagedStep, copy_blocks
 from quire.kernels.triton.launch import watch_compiles
 from quire.layers.kv_cache import why_not_captured
 from quire.layers.step import StepContext

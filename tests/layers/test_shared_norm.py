@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.distributed.in_process import InProcess
 from quire.layers.head_norms import SharedRMSNorm, added_up
 from quire.layers.shard import WHOLE, Shard, ShardSpan
 from tests.fixtures.folded import folded
+from tests.fixtures.thread_ranks import InProcess
 
 SIZE, EPS = 6, 1e-5
 

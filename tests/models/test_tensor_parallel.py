@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from quire.distributed.group import ALONE
-from quire.distributed.in_process import InProcess
 from quire.distributed.shared_memory import share_memory
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
@@ -26,6 +25,7 @@ from quire.models.loader import load_model, without_weights
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import quick, quick_models
+from tests.fixtures.thread_ranks import InProcess
 from tests.fixtures.tiny_families import TINY_FAMILIES
 from tests.models.harness import load_tiny, logits_of, prepared_config
 from tests.models.test_encoders import scores_of, states_of, texts

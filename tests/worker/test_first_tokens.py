@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quire.distributed.group import Group
-from quire.distributed.in_process import InProcess
 from quire.kernels import ops
 from quire.kernels.attention_metadata import ANY_LIMITS, NO_LIMITS
 from quire.kernels.cpu import library
@@ -29,7 +28,7 @@ from quire.worker.sampler.sampler import NON_FINITE_CODE, StagedDraw, StagedRows
 from tests.distributed.test_group import on_all
 from tests.executor.test_multiproc import run, said, started
 from tests.fixtures.folded import folded
-from tests.fixtures.thread_ranks import ThreadRanks
+from tests.fixtures.thread_ranks import InProcess, ThreadRanks
 from tests.models.harness import load_tiny
 from tests.models.test_tensor_parallel import together
 

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from quire.config import EngineConfig
-from quire.distributed.agreement import check_same, check_same_word
-from quire.distributed.group import Group
+from quire.distributed.group import Group, check_same, check_same_word
 from quire.kernels.cpu.instruction_sets import VARIABLE, arithmetic
 from quire.models.identity import model_of, options_of
 from quire.version import __version__

@@ -19,9 +19,8 @@ import torch
 
 from quire.adapters import AdapterRequest, adapter_error
 from quire.config import EngineConfig
-from quire.distributed.agreement import different_ranks
 from quire.distributed.gloo import Gloo, Heartbeats, local_address_towards, tcp_store
-from quire.distributed.group import ALONE, Group
+from quire.distributed.group import ALONE, Group, different_ranks
 from quire.errors import ConfigError, EngineError
 from quire.executor.rank_placement import memory_per_rank, num_ranks_sharing_memory, rank_config
 from quire.executor.ranks.agreement import check_ranks_agree

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.config.device import ParallelConfig
-from quire.distributed.group import ALONE, Group
-from quire.distributed.hosts import HostGroups, ranks_per_host
+from quire.distributed.group import ALONE, Group, HostGroups, ranks_per_host
 from quire.distributed.shared_memory import share_memory
 from quire.kernels import cpu
 from quire.layers.shard import Shard

@@ -34,10 +34,10 @@ from quire.spec_decode.worker.calibration import (
     make_clocks,
     shapes_of,
 )
+from quire.spec_decode.worker.draft_model import make_draft_model
 from quire.spec_decode.worker.head_chain import HeadChain, Medusa
 from quire.spec_decode.worker.jump_ahead import jump_ahead
 from quire.spec_decode.worker.proposer import ModelProposer, kept_bytes, passing_bytes, uses_draft_heads
-from quire.spec_decode.worker.recurrent_draft import make_draft_model
 from quire.worker.feature import RunnerContext, RunnerPart, WorkerFeature
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs
