@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import weight_formats
 from quire.bench.kernels import ModelShape
-from quire.models.quantized import page as pages
+from tools import quantized_page as pages
 
 
 def test_recorded_numbers_are_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generator of docs/quantized_checkpoints.md: `python -m quire.models.quantized.page [FILE]`.
+"""Generator of docs/quantized_checkpoints.md: `python -m tools.quantized_page [FILE]`.
 
 Invariant: the format of each row's weights comes from its codec, so the page matches the loader.
 """
@@ -41,7 +41,7 @@ _IN_ANY_ORDER = (
 INTRODUCTION = """\
 # Quantised checkpoints
 
-This page is generated: `python -m quire.models.quantized.page`.
+This page is generated: `python -m tools.quantized_page`.
 
 A directory whose config.json has a `quantization_config` (or a file of the tool's beside it: quantize_config.json,
 quant_config.json, hf_quant_config.json) is served like any other; nothing has to be said:

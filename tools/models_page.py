@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generator of docs/models.md from the table of architectures: `python -m quire.models.page [FILE]`.
+"""Generator of docs/models.md from the table of architectures: `python -m tools.models_page [FILE]`.
 
-Invariant: the page is a function of the table and the text here; a test compares.
+Invariant: the page is a function of the table and the text here; a test compares. The tests also build and run each
+architecture of transformers named here, and check that there are no others.
 """
 
 from __future__ import annotations
@@ -21,16 +22,116 @@ from quire.models.built_in import (
     EncoderFamily,
 )
 from quire.models.multimodal import WRAPPERS, Wrapper
-from quire.models.transformers_backend.known import REFUSED, RUN
 
 PAGE = Path("docs/models.md")
 SPEEDS = Path("benchmarks/results/families.json")
 """Results of `python -m benchmarks.families --record`; without the file the page has no speeds."""
 
+_OWN = "it has its own attention code, outside transformers' attention interface"
+_CHOOSES = "it selects the tokens to attend to from data"
+_BIASES = "its attention adds biases to scores other than a mask"
+_KINDS = "it has attention, or layers, of a kind that the KV cache does not support"
+_STATES = "it mixes tokens without attention, by convolutions or states"
+_PARTS = "it is multimodal, or consists of several models"
+_OTHER_WAYS = "its decoder has cross-attention, or is not declared causal"
+_DATA = "its control flow depends on tensor data"
+_COMPUTED = "its checkpoints store tensors that are converted on loading, or under several names"
+
+RUN: tuple[str, ...] = (
+    "AriaTextForCausalLM",
+    "AXK1ForCausalLM",
+    "BartForCausalLM",
+    "BeamForCausalLM",
+    "BertGenerationDecoder",
+    "BertLMHeadModel",
+    "BioGptForCausalLM",
+    "BitNetForCausalLM",
+    "BlenderbotForCausalLM",
+    "BlenderbotSmallForCausalLM",
+    "CamembertForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "CohereCompassForCausalLM",
+    "CTRLLMHeadModel",
+    "Data2VecTextForCausalLM",
+    "ElectraForCausalLM",
+    "ErnieForCausalLM",
+    "FlintForCausalLM",
+    "Gemma4UnifiedForCausalLM",
+    "GraniteMoeSWAForCausalLM",
+    "GraniteSWAForCausalLM",
+    "HYV3ForCausalLM",
+    "Kolibri1ForCausalLM",
+    "LagunaForCausalLM",
+    "LongcatFlashForCausalLM",
+    "MarianForCausalLM",
+    "MBartForCausalLM",
+    "MellumForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiniMaxM3VLForCausalLM",
+    "ModernBertDecoderForCausalLM",
+    "PegasusForCausalLM",
+    "PLBartForCausalLM",
+    "RobertaForCausalLM",
+    "RobertaPreLayerNormForCausalLM",
+    "RoCBertForCausalLM",
+    "WhisperForCausalLM",
+    "XLMRobertaForCausalLM",
+    "XLMRobertaXLForCausalLM",
+)
+"""Architectures of transformers without a row in `BUILT_IN` that run with its code, in alphabetical order."""
+
+REFUSED: dict[str, str] = {
+    "AXK2ForCausalLM": _CHOOSES,
+    "BigBirdForCausalLM": _OWN,
+    "BigBirdPegasusForCausalLM": _OTHER_WAYS,
+    "BltForCausalLM": _PARTS,
+    "CpmAntForCausalLM": _BIASES,
+    "DeepseekV32ForCausalLM": _CHOOSES,
+    "DeepseekV4ForCausalLM": _KINDS,
+    "DogeForCausalLM": _BIASES,
+    "Dots3NoteForCausalLM": _CHOOSES,
+    "Emu3ForCausalLM": _PARTS,
+    "FuyuForCausalLM": _PARTS,
+    "Gemma4AssistantForCausalLM": _PARTS,
+    "Gemma4UnifiedAssistantForCausalLM": _PARTS,
+    "Gemma4UnifiedForConditionalGeneration": _PARTS,
+    "GitForCausalLM": _PARTS,
+    "GlmMoeDsaForCausalLM": _CHOOSES,
+    "GotOcr2ForConditionalGeneration": _PARTS,
+    "GPTNeoXJapaneseForCausalLM": _OWN,
+    "HrmTextForCausalLM": _COMPUTED,
+    "HYV4ForCausalLM": _CHOOSES,
+    "Inkling2ForCausalLM": _BIASES,
+    "InklingForCausalLM": _BIASES,
+    "Lfm3ForCausalLM": _STATES,
+    "MegatronBertForCausalLM": _OWN,
+    "MllamaForCausalLM": _PARTS,
+    "MoshiForCausalLM": _PARTS,
+    "MossTranscribeDiarizeForConditionalGeneration": _PARTS,
+    "MusicgenForCausalLM": _PARTS,
+    "MusicgenMelodyForCausalLM": _PARTS,
+    "MvpForCausalLM": _OWN,
+    "OpenAIGPTLMHeadModel": _OWN,
+    "ProphetNetForCausalLM": _OTHER_WAYS,
+    "Qwen4ExpForCausalLM": _OWN,
+    "ReformerModelWithLMHead": _OWN,
+    "RemBertForCausalLM": _OWN,
+    "RoFormerForCausalLM": _OWN,
+    "RwkvForCausalLM": _STATES,
+    "TrOCRForCausalLM": _OWN,
+    "XLMWithLMHeadModel": _OWN,
+    "XLNetLMHeadModel": _OTHER_WAYS,
+    "xLSTMForCausalLM": _STATES,
+    "XmodForCausalLM": _DATA,
+    "ZambaForCausalLM": _COMPUTED,
+    "ZayaForCausalLM": _KINDS,
+}
+"""Architecture of transformers without a row in `BUILT_IN` -> why it is refused, for users; in alphabetical order."""
+
 INTRODUCTION = """\
 # Models
 
-This page is generated: `python -m quire.models.page`.
+This page is generated: `python -m tools.models_page`.
 
 quire serves a Hugging Face model if `architectures` in its config.json names one of the {count} below, and its weights
 are safetensors; [many others](#any-other) run with transformers' code.
