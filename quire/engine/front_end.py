@@ -263,8 +263,7 @@ class FrontEnd:
         is_falling_asleep: whether it takes no requests because it is about to sleep.
 
     Raises:
-        ModelLoadError: from the constructor; the tokenizer cannot be loaded, or its files have changed since
-        `prepare`.
+        ModelLoadError: from the constructor; the tokenizer cannot be loaded, or its files have changed since `prepare`.
     """
 
     def __init__(

@@ -38,10 +38,9 @@ class CausalLM(Module):
     """Base of all models; the module tree has the checkpoint's names, except for merged and renamed layers.
 
     `merged` maps a merged layer's name to the checkpoint modules that it merges; `renamed` maps a part of a module's
-    path
-    to the checkpoint's, which may be empty; see `CheckpointNames`. Checkpoint tensors that match a pattern of `unused`
-    are
-    skipped. `base_prefix` is missing from the names in checkpoints that were saved without the output head.
+    path to the checkpoint's, which may be empty; see `CheckpointNames`. Checkpoint tensors that match a pattern of
+    `unused` are skipped. `base_prefix` is missing from the names in checkpoints that were saved without the output
+    head.
     """
 
     merged: Mapping[str, tuple[str, ...]] = {}
@@ -69,8 +68,7 @@ class CausalLM(Module):
         """Compute hidden states [T, H] of the step's tokens, and update the cache.
 
         `inputs` are ids [T] int64, or rows [T, E] as the token embedding returns them. `positions` are [T], or [P, T]
-        for a
-        model with several per token.
+        for a model with several per token.
         """
         raise NotImplementedError
 

@@ -19,7 +19,7 @@ from quire.config.encoding import Encoding
 from quire.config.quantization import FOUR_BITS
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import cpu
-from quire.kernels.formats.scaling import BLOCK
+from quire.kernels.formats.base import BLOCK
 from quire.kernels.linear import RowQuantization, WeightScheme
 from quire.layers.base import Layer, device_type
 from quire.layers.embedding import VocabEmbedding

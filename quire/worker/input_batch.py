@@ -157,8 +157,7 @@ class InputBatch:
         self.num_computed_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.second_text_starts: NDArray[np.int64] | None = None
-        """[S] start of the second text of a pair, `max_model_len` for a row with one text; None: no row has had a
-        pair.
+        """[S] start of the second text of a pair, `max_model_len` for a row with one text; None: no row has had a pair.
         """
         self.device_tokens: Tensor | None = None
         """Device copy of `token_ids`, if there is one; it has all tokens before a sample in time."""

@@ -17,7 +17,7 @@ import triton.language as tl
 from quire.errors import ConfigError
 from quire.kernels import ops, reference
 from quire.kernels.formats import Numbers, format_of
-from quire.kernels.formats.words import to_words
+from quire.kernels.formats.grouped import to_words
 from quire.kernels.linear import Function, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.triton import codes, elementwise, linear, matmul, quantize
 from quire.kernels.triton import primitives as parts_of_k

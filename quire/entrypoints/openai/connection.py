@@ -326,9 +326,8 @@ class Connection(H11Protocol):
         self._watch_writing_anew()
 
     def _watch_reading(self) -> None:
-        """Start or stop the read timer: it runs while a request is expected. Between requests keep-alive's timer
-        runs.
-        """
+        """Start or stop the read timer: it runs while a request is expected. Between requests keep-alive's
+        timer runs."""
         if self.transport.is_closing() or self._is_websocket or not self._awaits_more:
             _cancel(self._read_timer)
             self._read_timer = None

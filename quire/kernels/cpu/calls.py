@@ -223,8 +223,7 @@ class _Lending(threading.local):
         """Place large outputs in the arena in this context, while it has space.
 
         Fresh memory costs a page fault per 4 KiB, and the C library returns large allocations as soon as they are
-        freed, which
-        took up to a sixth of a long prompt's time.
+        freed, which took up to a sixth of a long prompt's time.
         """
         before, self.arena = self.arena, arena
         try:
@@ -256,6 +255,6 @@ def _empty() -> Callable[..., Tensor]:
 
 empty = _empty()
 """`empty(like, *shape, dtype=None)`: short-lived memory of an output. With QUIRE_DEBUG_KERNELS=1 it is first filled
-with
-values that are no result, so that elements which a kernel does not write are visible.
+with values that are no result, so that elements which a kernel does not write are visible.
+
 """

@@ -98,8 +98,7 @@ def record_sized(function: Callable[[StepSize], Tensor], largest: StepSize, aren
 
     Raises:
         RecordingError: it does something that cannot be recorded, or its calls for one size do not follow from those
-            for
-            others.
+            for others.
         ArenaFullError: the largest step needs more memory than the arena has.
     """
     first = _Dry(arena, [])

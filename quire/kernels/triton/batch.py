@@ -19,8 +19,7 @@ TILE = 256
 
 class StagedStep(NamedTuple):
     """Upload of a step: R rows, R first positions, R + 1 query starts, and for N samples the request and the token that
-    they
-    follow; then other data.
+    they follow; then other data.
     """
 
     numbers: Tensor

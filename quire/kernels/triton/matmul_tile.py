@@ -4,8 +4,7 @@
 Used where each row, or each head, has its own weight: experts and per-head linear layers.
 
 Invariant: k is processed in order, in steps that follow from the format alone; so if tiles do not depend on the batch,
-no
-bit does.
+no bit does.
 """
 
 from __future__ import annotations

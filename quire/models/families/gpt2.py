@@ -568,9 +568,8 @@ def read_starcoder2(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def read_nemotron(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
-    """Nemotron 3 and 4, Minitron (Parmar et al., 2024, arXiv:2402.16819): squared ReLU, norm weights stored minus
-    one.
-    """
+    """Nemotron 3 and 4, Minitron (Parmar et al., 2024, arXiv:2402.16819): squared ReLU, norm weights stored
+    minus one."""
     head_dim = read_head_dim(config, config.integer("num_attention_heads", high=MAX_HEADS))
     return read_llama(
         architecture,

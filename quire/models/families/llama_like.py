@@ -40,8 +40,7 @@ def read_baichuan(architecture: str, config: JsonObject) -> ModelArch:
     """Baichuan: 7B is Llama with merged q, k and v, 13B has ALiBi; series 2 normalizes the head's rows.
 
     Only the first 7B is named BaiChuan. The width distinguishes the second 7B from the 13Bs, and the vocabulary series
-    2
-    from 1.
+    2 from 1.
     """
     config = either(config, {"max_position_embeddings": "model_max_length"})
     head_dim = read_head_dim(config, config.integer("num_attention_heads"))

@@ -214,9 +214,8 @@ def as_linear(
 def row_spans(
     stored: Sequence[CheckpointView], shape: Sequence[int], transposed: bool = False
 ) -> list[ShardSpan] | None:
-    """Return the parts of a weight [N, K] that checkpoints store separately, in order; None if they are no rows of
-    it.
-    """
+    """Return the parts of a weight [N, K] that checkpoints store separately, in order; None if they are no
+    rows of it."""
     if len(stored) == 1 and stored[0].view.is_contiguous() and stored[0].view.shape == shape:
         return [ShardSpan(shape[1 if transposed else 0])]
     row, offset = shape[-1], stored[0].view.storage_offset() if stored else 0

@@ -77,8 +77,7 @@ class Port:
     """Attention function of one model's modules: query, key and value [T, H, D] -> [T, Hq, Dv].
 
     Invariant: `attend` is the paged attention except within `doing`; a step is set while its forward pass runs. A
-    module
-    that attends several times in a step uses separate keys and values each time, in the same order.
+    module that attends several times in a step uses separate keys and values each time, in the same order.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's config, as transformers writes it: the name of a config class, with its fields."""
+"""Configs of bitsandbytes, HQQ and torchao, as transformers writes them.
+
+HQQ's has options for all linear layers, or for each kind by its name; torchao's the name of a config class.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,59 @@ import re
 from quire.config.encoding import Activations, CheckpointQuantization, Encoding, EncodingRule, Option
 from quire.models.json_object import JsonObject
 from quire.models.quantized.rules import EVERYTHING, HEAD, all_but_head, skipping, whole
+
+_BITS = (1, 2, 3, 4, 8)
+_UNREAD = (
+    r"\.(nbits|group_size|axis|packing|unpack_view_dtype|view_as_float|quant_scale|quant_zero|compute_dtype)$",
+    r"\.(offload_meta|encoded_state_dict|stores_quant_config|channel_wise|optimize|round_zero)$",
+)
+"""Tensors that repeat HQQ's options for each weight."""
+
+
+def read_hqq(config: JsonObject) -> CheckpointQuantization:
+    """Read the config; a layer's kind is its name without the number of its block, such as "self_attn.q_proj"."""
+    options = config.child("quant_config")
+    rules = skipping(config, "skip_modules")
+    if "weight_quant_params" in options:
+        rules += all_but_head(_hqq_encoding(options))
+    else:
+        rules += [
+            EncodingRule(rf".*\.{re.escape(kind)}", _hqq_encoding(options.child(kind)))
+            for kind in options.values
+        ]
+    return CheckpointQuantization("hqq", tuple(rules), _UNREAD)
+
+
+def _hqq_encoding(options: JsonObject) -> Encoding:
+    for nested in ("scale_quant_params", "zero_quant_params"):
+        options.only(nested)
+    weights = options.child("weight_quant_params")
+    weights.only("view_as_float", False)
+    bits = weights.integer("nbits")
+    if bits not in _BITS:
+        raise weights.unsupported("nbits", f"one of {', '.join(map(str, _BITS))}")
+    axis = weights.integer("axis", 1, low=0, high=1)
+    return Encoding("hqq", {"bits": bits, "group_size": weights.integer("group_size"), "axis": axis})
+
+
+_STORAGES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
+"""Names in `quire.layers.quantized.bitsandbytes.STORAGES`, repeated without torch."""
+
+
+def read_bitsandbytes(config: JsonObject) -> CheckpointQuantization:
+    """Read the config. LLM.int8() keeps outliers of activations apart; all weights are integers."""
+    if config.flag("load_in_4bit", False):
+        kind = config.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        nested = config.flag("bnb_4bit_use_double_quant", False)
+        storage = config.choice("bnb_4bit_quant_storage", _STORAGES, "uint8")
+        encoding = Encoding("bnb_4bit", {"kind": kind, "nested": nested, "storage": storage})
+    elif config.flag("load_in_8bit", False):
+        encoding = Encoding("bnb_int8")
+    else:
+        raise config.wrong("load_in_4bit", "true, or load_in_8bit")
+    left = skipping(config, "llm_int8_skip_modules")
+    return CheckpointQuantization("bitsandbytes", (*left, *all_but_head(encoding)), (r"\.weight_format$",))
+
 
 _INT8 = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
 _FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
