@@ -21,8 +21,8 @@ from quire.config.encoding import Encoding
 from quire.kernels import ops, reference
 from quire.kernels.formats import format_of
 from quire.kernels.linear import RowQuantization, WeightScheme
+from quire.layers.quantized.codec import codec_of
 from quire.layers.quantized.method import scheme_kept
-from quire.layers.quantized.table import codec_of
 from quire.models.json_object import JsonObject
 from quire.models.quantized.reader import METHODS
 

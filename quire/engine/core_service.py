@@ -30,7 +30,6 @@ from quire import private_directories
 from quire.config import EngineConfig
 from quire.engine.client import CONFIG, PROGRESS, REQUESTS, message_socket
 from quire.engine.core import EngineCore
-from quire.engine.core_ids import front_end_of_number, front_end_of_request
 from quire.engine.core_progress import ProgressFile
 from quire.engine.messages import (
     NO_MESSAGE,
@@ -44,6 +43,8 @@ from quire.engine.messages import (
     EngineCoreOutputs,
     Shutdown,
     UtilityResult,
+    front_end_of_number,
+    front_end_of_request,
 )
 from quire.engine.replicas.lockstep import Lockstep, Peers, replica_address
 from quire.errors import EngineError, StartupError

@@ -29,7 +29,6 @@ import msgspec
 from quire.adapters import AdapterContents, AdapterRequest
 from quire.config import EngineConfig
 from quire.engine.core_choice import make_core_choice
-from quire.engine.core_ids import numbers_of
 from quire.engine.file_states import check_files
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import (
@@ -41,6 +40,7 @@ from quire.engine.messages import (
     EngineCoreRequest,
     UtilityResult,
     add_message,
+    numbers_of,
 )
 from quire.engine.output_processor import OutputProcessor, Sink
 from quire.engine.prompt_forms import TokenizedPrompt

@@ -16,10 +16,16 @@ from quire.adapters import ENABLE_FLAG, AdapterRequest, adapter_error
 from quire.config import EngineConfig
 from quire.config.arch import encoder_positions
 from quire.config.pooling import PoolingSpec
-from quire.engine.media_checks import check_prompt_media
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
 from quire.engine.params_checks import make_params_checks
-from quire.engine.prompt_forms import PromptParts, TokenizedPrompt, check_cut_text, check_length, parts_of
+from quire.engine.prompt_forms import (
+    PromptParts,
+    TokenizedPrompt,
+    check_cut_text,
+    check_length,
+    check_prompt_media,
+    parts_of,
+)
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.tokenizer_cache import (
     TokenizerCache,

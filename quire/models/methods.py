@@ -26,10 +26,9 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import QKVLinear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import Float, Int4FinerValues, QuantMethod, method_of
-from quire.layers.quantized.codec import Codec
+from quire.layers.quantized.codec import Codec, codec_of
 from quire.layers.quantized.merged import merged_scheme
 from quire.layers.quantized.method import EncodedModule, EncodedWeights, Packed
-from quire.layers.quantized.table import codec_of
 from quire.layers.shard import ShardSpan
 from quire.layers.slot import FLOATS
 from quire.models.base import CausalLM

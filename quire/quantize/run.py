@@ -24,13 +24,12 @@ from quire.models.gguf.model import is_gguf
 from quire.models.loader import without_weights
 from quire.models.weights import CheckpointWeights, MappedCopy
 from quire.progress import Progress, tracked
-from quire.quantize.awq import best_scales
 from quire.quantize.calibration import CHATS, GENERAL, CalibrationSet, read_sequences
 from quire.quantize.files import CheckpointWriter, new_checkpoint
-from quire.quantize.gptq import gptq
 from quire.quantize.grid import IntegerGrid
 from quire.quantize.inputs import InputStatistics
 from quire.quantize.recipe import Recipe
+from quire.quantize.rounding import best_scales, gptq
 from quire.quantize.sites import Divided, Site, find_sites, fitted, left_alone, rounds
 
 _SHARD_BYTES = 4 * 2**30

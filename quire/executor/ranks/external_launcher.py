@@ -23,8 +23,7 @@ from quire.distributed.gloo import Gloo, Heartbeats, local_address_towards, tcp_
 from quire.distributed.group import ALONE, Group, different_ranks
 from quire.errors import ConfigError, EngineError
 from quire.executor.rank_placement import memory_per_rank, num_ranks_sharing_memory, rank_config
-from quire.executor.ranks.agreement import check_ranks_agree
-from quire.executor.ranks.places import JOIN_S, with_fast_transport
+from quire.executor.ranks.places import JOIN_S, check_ranks_agree, with_fast_transport
 from quire.executor.uniproc import UniprocExecutor, select_own_device
 from quire.kv_cache.spec import KVMemory, SwapCosts
 from quire.layers.shard import Shard

@@ -26,7 +26,6 @@ import msgspec
 from quire import private_directories
 from quire.adapters import AdapterRequest
 from quire.config import EngineConfig
-from quire.executor.ranks.agreement import check_ranks_agree
 from quire.executor.ranks.handles import (
     CallFailed,
     CallReturned,
@@ -36,7 +35,7 @@ from quire.executor.ranks.handles import (
     StepResult,
     ToRank,
 )
-from quire.executor.ranks.places import JOIN_S, RankGroups, meet, with_replicas
+from quire.executor.ranks.places import JOIN_S, RankGroups, check_ranks_agree, meet, with_replicas
 from quire.executor.ranks.rank_processes import CONFIG
 from quire.executor.ranks.ray_ranks import watch_actor
 from quire.executor.ranks.wire import SPIN_S, Wire

@@ -256,5 +256,4 @@ def _empty() -> Callable[..., Tensor]:
 empty = _empty()
 """`empty(like, *shape, dtype=None)`: short-lived memory of an output. With QUIRE_DEBUG_KERNELS=1 it is first filled
 with values that are no result, so that elements which a kernel does not write are visible.
-
 """

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantized.bitsandbytes import STORAGES
-from quire.layers.quantized.table import codec_of
+from quire.layers.quantized.codec import codec_of
 from quire.models.hf_config import read_hf_config
 from quire.models.json_object import JsonObject
 from quire.models.loader import load_model

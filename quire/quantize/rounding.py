@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTQ (E. Frantar et al., 2022, arXiv:2210.17323): later inputs compensate the error of rounding an input's weights.
+"""Rounding of weights that uses statistics of their inputs.
 
-Shapes: N outputs, K inputs. Weights are held as [K, N], so that an input's weights are adjacent.
+GPTQ (E. Frantar et al., 2022, arXiv:2210.17323): later inputs compensate the error of rounding an input's weights. AWQ
+(J. Lin et al., 2023, arXiv:2306.00978): finer steps for large inputs, by scales folded into their producers.
+
+Shapes: N outputs, K inputs. GPTQ holds weights as [K, N], so that an input's weights are adjacent.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch import Tensor
 from quire.kernels.formats.base import usable
 from quire.kernels.formats.search import Steps
 from quire.quantize.grid import IntegerGrid
+from quire.quantize.inputs import InputStatistics
 
 DAMPING = 0.01
 """Fraction of the mean of X^T X's diagonal that is added to the diagonal."""
@@ -80,3 +84,32 @@ def _inverse(gram: Tensor, dead: Tensor) -> Tensor:
     whole = torch.cholesky_inverse(torch.linalg.cholesky(damped.double()))
     factor: Tensor = torch.linalg.cholesky(whole, upper=True)
     return factor.float()
+
+
+_NUM_EXPONENTS = 20
+_TRIED_OUTPUTS = 128
+"""Limit of outputs, spread over all, by which scales are compared; the time is proportional to it."""
+_LEAST = 1e-4
+"""Least scale before normalization around 1."""
+
+
+def best_scales(weight: Tensor, inputs: InputStatistics, grid: IntegerGrid) -> Tensor:
+    """Return scales [K] that multiply a weight [N, K] and divide its inputs.
+
+    Candidates are magnitudes^a, a from 0 to 1. The best change the outputs least: ||X (W' - W)^T||, W' rounded.
+    """
+    tried = [_scales(inputs.magnitudes, step / _NUM_EXPONENTS) for step in range(_NUM_EXPONENTS)]
+    some = weight[:: -(-len(weight) // _TRIED_OUTPUTS)]
+    return min(tried, key=lambda scales: _error(some, scales, inputs, grid))
+
+
+def _scales(magnitudes: Tensor, exponent: float) -> Tensor:
+    scales = magnitudes.pow(exponent).clamp(min=_LEAST)
+    return scales / (scales.max() * scales.min()).sqrt()
+
+
+def _error(weight: Tensor, scales: Tensor, inputs: InputStatistics, grid: IntegerGrid) -> float:
+    scaled = weight * scales
+    steps = grid.steps(scaled, inputs.importance / scales.square())
+    change = grid.weights(grid.codes(scaled, steps), steps) / scales - weight
+    return float(torch.sum(change @ inputs.gram * change))

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's routes of training loops, for the admin key; routes that need pickle, NCCL or CUDA handles are refused."""
+"""Routes of training loops under the names of SGLang and of TRL's generation server, for the admin key.
+
+Routes that need pickle, NCCL or CUDA handles are refused. TRL sends each parameter by itself and then resets the prefix
+cache. The first opens an update, and the reset finishes it, so that no request is computed with some of them.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,13 @@ from quire.errors import ConflictError, ValidationError
 from quire.training.bracket import MIXED
 from quire.training.commands import read_optional, run
 from quire.training.protocol import (
+    InitCommunicator,
     MemoryOccupation,
+    NamedParam,
+    NamedParams,
     Nothing,
     PauseGeneration,
+    UpdateMessage,
     UpdateSuccess,
     UpdateWeightsFromDisk,
 )
@@ -103,3 +111,59 @@ async def refuse(request: Request) -> Response:
 
 for _path in REFUSED:
     controls.add_api_route(_path, refuse, methods=["POST"], include_in_schema=False)
+
+
+@controls.post("/init_communicator/")
+@describe(Operation(body=(InitCommunicator,), reply=UpdateMessage))
+async def init_communicator(request: Request) -> Response:
+    """Connect to a trainer by TCP (`"backend": "tcp"`)."""
+    body = await read_request(request, InitCommunicator)
+    if body.backend != "tcp":
+        raise ValidationError(
+            'NCCL groups are not supported: send "backend": "tcp" and serve the weights as in docs/training.md',
+            param="backend",
+        )
+    await run(request, "connect", {"backend": "tcp", "address": f"{body.host}:{body.port}"})
+    return json_response(UpdateMessage("connected"))
+
+
+@controls.post("/update_named_param/")
+@describe(Operation(body=(NamedParam,), reply=UpdateMessage, errors=(409,)))
+async def update_named_param(request: Request) -> Response:
+    """Read one parameter from the trainer; it is used after /reset_prefix_cache/."""
+    return await _add(request, [await read_request(request, NamedParam)])
+
+
+@controls.post("/batch_update_named_params/")
+@describe(Operation(body=(NamedParams,), reply=UpdateMessage, errors=(409,)))
+async def batch_update_named_params(request: Request) -> Response:
+    """Read several parameters from the trainer; they are used after /reset_prefix_cache/."""
+    return await _add(request, (await read_request(request, NamedParams)).params)
+
+
+@controls.post("/reset_prefix_cache/")
+@describe(Operation(body=(Nothing,), reply=UpdateMessage, errors=(409,)))
+async def reset_prefix_cache(request: Request) -> Response:
+    """Use the parameters that were sent, and drop all cached prefixes."""
+    await read_optional(request, Nothing)
+    await run(request, "sync")
+    return json_response(UpdateMessage("the prefix cache is reset"))
+
+
+@controls.post("/close_communicator/")
+@describe(Operation(body=(Nothing,), reply=UpdateMessage))
+async def close_communicator(request: Request) -> Response:
+    """Close the connection to the trainer."""
+    await read_optional(request, Nothing)
+    await run(request, "disconnect")
+    return json_response(UpdateMessage("closed"))
+
+
+async def _add(request: Request, params: list[NamedParam]) -> Response:
+    info = {
+        "names": [one.name for one in params],
+        "dtype_names": [one.dtype for one in params],
+        "shapes": [one.shape for one in params],
+    }
+    await run(request, "add_named", info)
+    return json_response(UpdateMessage("received"))
