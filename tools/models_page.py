@@ -143,7 +143,7 @@ For every architecture the tests create a small checkpoint with random weights, 
 - logits are within 1e-4, in float32, of the reference in the last column, whole and in chunks of 1 to 7 tokens
   (`tests/models/test_parity.py`);
 - greedy tokens equal the reference's, with chunked prefill, prefix hits, preemption and recorded decode steps
-  (`tests/end_to_end/test_families.py`, `tests/worker/test_taped_forward.py`);
+  (`tests/end_to_end/test_families.py`, `tests/worker/test_recorded_forward.py`);
 - tokens and logprobs have the same bits in any batch (`tests/end_to_end/test_determinism.py`);
 - weights load as float32, bfloat16, int8 and int4, and sharded over two ranks (`tests/models/test_shards.py`).
 

@@ -43,64 +43,61 @@ INTRODUCTION = """\
 
 This page is generated: `python -m tools.quantized_page`.
 
-A directory whose config.json has a `quantization_config` (or a file of the tool's beside it: quantize_config.json,
-quant_config.json, hf_quant_config.json) is served like any other; nothing has to be said:
+A directory whose config.json has a `quantization_config` is served like any other, without further options. The config
+may also be in a file that a tool writes beside it (quantize_config.json, quant_config.json, hf_quant_config.json):
 
 ```
 quire serve path/to/model-GPTQ-Int4
 ```
 
-Where one of quire's packed formats holds exactly the numbers of the file, they are packed as they are: weights are
-those of the checkpoint. What is left of error is that of the mode ([quantization](quantization.md)): "fast", the
-default, rounds the activations of integers to 8 bits on a CPU; `--quantization-config '{"mode": "precise"}'` does not,
-and "checkpoint" rounds them [as the file says](#activations).
-Everything else ("floats") is decoded in float32 while it loads and kept as `--dtype` says: `--dtype float32` keeps it
-exactly, in four bytes for each weight. "Shifted" are numbers with zero points or minimums.
+If one of quire's packed formats holds exactly the numbers of the file, the weights are packed unchanged. The remaining
+error is that of the mode ([quantization](quantization.md)): "fast", the default, rounds the activations of integer
+weights to 8 bits on a CPU; `--quantization-config '{"mode": "precise"}'` does not; "checkpoint" rounds them [as the
+file says](#activations). All other weights ("floats") are decoded in float32 while loading and stored in `--dtype`;
+`--dtype float32` stores them exactly, in four bytes each. "Shifted" numbers have zero points or minimums.
 
-Device: where there are kernels that multiply by what is kept. Error: what the fast mode does to the two factors of a
-product on a CPU, relative and of normal values: it rounds them to integers of 8 bits; the precise mode does not, and
-what a GPU does is [below](#activations). Of floats it is that of `--dtype bfloat16`, in all modes. Speed depends on
-what is kept alone.
+Device: devices with kernels for the stored format. Error: relative error of both factors of a matmul on a CPU in the
+fast mode, which rounds them to 8-bit integers, for normally distributed values; for floats that of `--dtype bfloat16`,
+in all modes. The precise mode does not round, and [below](#activations) is what a GPU does. Speed depends on the stored
+format alone.
 """
 _MEASURED = """
-Speed: how many times as fast as in bfloat16 the matrices of half a billion parameters are multiplied in the fast mode,
-by one row (decode) and by {prefill_rows} (prefill), on {threads} threads of {machine}, {date}, by `python -m
-benchmarks.weight_formats`; int4 of `--quantization` is {int4[0]:.2f} and {int4[1]:.2f}.
+Speed: matmuls of half a billion parameters in the fast mode, relative to bfloat16, for one row (decode) and for
+{prefill_rows} rows (prefill), on {threads} threads of {machine}, {date}, by `python -m benchmarks.weight_formats`.
+`--quantization int4` has {int4[0]:.2f} and {int4[1]:.2f}.
 """
 
-NOTES = """
-The tensors in the files decide which modules are quantized, the output head included; the config says how. So a
-module that the config leaves alone (`ignore`, `modules_to_not_convert`, `dynamic` and others) and that is stored
-quantized is read as such, and one that is stored in floats stays in floats. Without files (`--load-format dummy`)
-names in such lists are matched as transformers does: the beginning of a module's name up to a dot, as a regular
-expression, or its end. Different bits in different layers are followed. Where modules that quire merges (q, k and v;
-gate and up) are quantised differently, the merged matrix is kept in int8 if they are integers all (int4, int8 and
-IQ4, in groups as small as the smallest), with the numbers of the file; else it is decoded to floats. With
-`--quantization` weights are decoded and rounded anew.
+NOTES = """ The tensors in the files decide which modules are quantized, the output head included; the config says how.
+A module that the config excludes (`ignore`, `modules_to_not_convert`, `dynamic` and others) is read as quantized if it
+is stored so, and a module stored in floats stays in floats. Without files (`--load-format dummy`) names in such lists
+match as in transformers: the start of a module's name up to a dot, a regular expression, or its end. Layers may differ
+in bits. Where modules that quire merges (q, k and v; gate and up) are quantized differently, the merged weight is
+stored in int8 with the numbers of the file if all are integers (int4, int8 and IQ4, in groups of the smallest size);
+else it is decoded to floats. With `--quantization` weights are decoded and quantized anew.
 
-The tests hold for every row that logits are within 1e-4, in float32 and the precise mode, of transformers' with the
-weights that the method's definition makes of the file, and that two ranks share it where its groups can be cut.
+For every row the tests check that logits are within 1e-4, in float32 and the precise mode, of transformers' with the
+weights that the method's definition gives, and that two ranks can shard it where its groups allow.
 
-Inputs whose groups are in any order (`desc_act`, `actorder`) stand group after group in memory, and activations are
-gathered in that order. Modules that are merged must agree on it, as those of GPTQ do. Where they do not, in experts, in
-the head, and where a rank has some of the inputs, weights become floats. What the order is is read of the files
-(`g_idx`, `weight_g_idx`), whatever the config says of it.
+Inputs whose groups are in arbitrary order (`desc_act`, `actorder`) are stored group by group, and activations are
+gathered in that order. Merged modules must have the same order, as GPTQ's do. Where they do not, in experts, in the
+head, and where a rank has some of the inputs, weights become floats. The order is read from the files (`g_idx`,
+`weight_g_idx`), not from the config.
 
-Experts may be one by one, also in families that keep those of a layer in one tensor (Llama 4, gpt-oss), as tools leave
-them that look for linear layers: in any form. gpt-oss's may also be in lists, as Unsloth has them for bitsandbytes
-(`experts.gate_up_projs.3`, whose outputs are gate and up in turn, beside `router.linear`): in 4 bits, in LLM.int8() or
-in floats. Where those of a layer are one module (Granite, JetMoE) its tensors may be stacks of what one matrix has, in
-all forms but those that have a matrix's numbers all in a row (bitsandbytes, HQQ). Where they are a parameter that no
-module bears (Llama 4, gpt-oss, Qwen 3.5), a stack may be in MXFP4 (OpenAI's layout), in FP8 as transformers writes it
-(`fp8`, per matrix or in blocks, and `fbgemm_fp8`), and, transposed as Llama 4's, in ModelOpt's FP8 and NVFP4, with one
-scale for all of a stack. Floats may be in either form, too.
+Experts may be stored one by one in any format, also in families that store a layer's experts in one tensor (Llama 4,
+gpt-oss), because tools that look for linear layers write them so. gpt-oss's may also be in lists, as Unsloth writes
+them for bitsandbytes (`experts.gate_up_projs.3`, whose outputs alternate between gate and up, beside `router.linear`):
+in 4 bits, LLM.int8() or floats. Where a layer's experts are one module (Granite, JetMoE), its tensors may be stacks in
+all formats but those that flatten a matrix (bitsandbytes, HQQ). Where they are a parameter without a module (Llama 4,
+gpt-oss, Qwen 3.5), a stack may be in MXFP4 (OpenAI's layout), in FP8 as transformers writes it (`fp8`, per matrix or in
+blocks, and `fbgemm_fp8`), and, transposed as Llama 4's, in ModelOpt's FP8 and NVFP4 with one scale for the stack.
+Floats may have either form.
 
-A table of tokens that is quantised in the files becomes floats of `--dtype`, unless it is the output head, too.
+A quantized token embedding becomes floats of `--dtype`, unless it is the output head as well.
 
 ## Activations
 
-A checkpoint may say that activations are to be rounded as well. What is done instead, unless `--quantization-config
-'{"mode": "checkpoint"}'` is given:
+A checkpoint may ask for rounded activations. Without `--quantization-config '{"mode": "checkpoint"}'` they are computed
+as follows:
 
 | a checkpoint says | CPU | GPU |
 |---|---|---|
@@ -111,24 +108,26 @@ A checkpoint may say that activations are to be rounded as well. What is done in
 | 4 bits (NVFP4, MXFP4) | 8 bits, 64 values a scale; "precise": not rounded | not rounded |
 | not at all | integers, 4-bit floats: 8 bits, 64 values a scale (groups: 32); "precise": not rounded | not rounded |
 
-"checkpoint" (CPU) follows the file to the letter: what a linear layer, or an expert's matrix, is multiplied by is
-rounded to int8 or E4M3 by the formula of those who define it, in float32, with a scale for each token, for each group
-or block of its inputs, or the one in the file (`input_scale`, `input_zero_point`), and then multiplied as in the
-precise mode. int8 with one scale for a token, found or static, with a zero point or without, meets int8 weights with a
-scale per output as the integers that both are. Zero points are taken out of their sums by what the integers of each
-output come to, which is counted while loading. 64 products at a time are summed exactly, and all of them where they
-come to less than 2^24, before they are scaled; so a result is within 4e-7 of what the magnitudes of its products come
-to, nearer than float32 sums in order, and each row has its bits in any batch. All else is widened again and multiplied
-as floats: E4M3, too, by weights in E4M3, after one more pass over the activations, for no instruction set here
-multiplies it. Modules that are merged keep scales of their own. Nothing else is rounded: where weights alone are
-quantised it is the precise mode. Experts are called one by one, and without tapes. Refused with a message that says so:
-activations of 4 bits, a scale that all tokens of a step share (results would depend on the batch), latent attention
-(whose products are not a linear layer's own), experts with adapters or with `--enable-expert-parallel`, and ranks that
-have parts of what shares a scale.
-bitsandbytes' LLM.int8() computes in 8 bits, which its files do not ask for, and stays with weights.
+Mode "checkpoint" (CPU) follows the file exactly. The input of a linear layer, or of an expert's weight, is rounded to
+int8 or E4M3 in float32 by the formula of the format's authors, with a scale per token, per group or block of inputs, or
+the file's (`input_scale`, `input_zero_point`), and then multiplied as in the precise mode.
 
-It is for those who compare: "fast" rounds less, and takes no more time.
-Of the logits of the model in the box, its weights floats, by `python -m benchmarks.activations`:
+- int8 inputs with one scale per token, dynamic or static, with or without a zero point, are multiplied by int8 weights
+  with a scale per output as integers. Zero points are subtracted by way of the sum of each output's weights, which is
+  computed while loading. 64 products at a time are summed exactly, or all of them where the sum is below 2^24, before
+  they are scaled. A result is within 4e-7 of the sum of the products' magnitudes, more exact than float32 sums in
+  order, and a row has the same bits in any batch.
+- All others are multiplied as floats, also E4M3 by E4M3, after one more pass over the activations, because no supported
+  CPU instruction multiplies E4M3.
+- Merged modules keep their own scales. Nothing else is rounded: without rounded activations in the file it is the
+  precise mode. Experts are computed one by one, without recorded graphs.
+- Refused, with the reason: activations of 4 bits; a scale shared by all tokens of a step (results would depend on the
+  batch); latent attention (whose matmuls are not a linear layer's); experts with adapters or with
+  `--enable-expert-parallel`; and ranks that would divide the inputs of one scale.
+- bitsandbytes' LLM.int8() computes in 8 bits, which its files do not ask for: its activations are not rounded.
+
+The mode is for comparisons: "fast" rounds less and is as fast. Relative error of the included model's logits with float
+weights, by `python -m benchmarks.activations`:
 
 | rounding | relative error |
 |---|---|
@@ -141,7 +140,7 @@ Of the logits of the model in the box, its weights floats, by `python -m benchma
 """
 
 _OF_ROUNDED = """
-How many times as fast as in bfloat16 (as above) matrices are multiplied in mode "checkpoint":
+Speed of matmuls in mode "checkpoint", relative to bfloat16 (as above):
 
 | rounding, by weights in | decode | prefill |
 |---|---|---|
@@ -150,19 +149,18 @@ How many times as fast as in bfloat16 (as above) matrices are multiplied in mode
 LAST_NOTES = """
 ## Keys and values
 
-With `--kv-cache-dtype fp8` (GPU) keys and values are kept as the checkpoint says: divided by its scales, of a layer or
-of each head, and rounded to E4M3. They are `k_scale` and `v_scale` of the attention block, of `k_proj` and `v_proj`, or
-`output_scale` of these; a layer without has 1. With `--kv-cache-dtype int8` (CPU) so are those of a checkpoint that
-asks for int8 (`kv_cache_scheme` of compressed-tensors, symmetric, static); any other has a scale for each vector, which
-is found as it is kept. Where a config asks for rounded activations, keys or values, the log says so by the name of the
-key.
+With `--kv-cache-dtype fp8` (GPU) keys and values are stored as the checkpoint says: divided by its scales, per layer or
+per head, and rounded to E4M3. The scales are `k_scale` and `v_scale` of the attention block or of `k_proj` and
+`v_proj`, or `output_scale` of these; a layer without one has 1. With `--kv-cache-dtype int8` (CPU) the same holds for a
+checkpoint that asks for int8 (`kv_cache_scheme` of compressed-tensors, symmetric, static); others have a scale per
+vector, computed when it is stored. If a config asks for rounded activations, keys or values, the log names its key.
 
 ## Limits
 
-- Refused, by name: sparse weights, transforms and keys that are unknown (compressed-tensors), GPTQ's marlin layout,
-  AWQ's gemv layout, bits that the table does not have, LLM.int8() in another layout than rows (`weight_format`),
-  quantised scales (HQQ), torchao's int4 in layouts of one kind of GPU (preshuffled, int32, tiles of AMD's).
-- Latent attention (DeepSeek) has no cache in fp8, so scales for one are left out.
+- Refused, by name: sparse weights, transforms and unknown keys (compressed-tensors), GPTQ's marlin layout, AWQ's gemv
+  layout, numbers of bits that are not in the table, LLM.int8() in layouts other than rows (`weight_format`), quantized
+  scales (HQQ), torchao's int4 in layouts for one kind of GPU (preshuffled, int32, AMD's tiles).
+- Latent attention (DeepSeek) has no fp8 cache, so scales for one are ignored.
 - A file that disagrees with its config (shapes, group sizes, `sym`, `g_idx`) is an error at start-up that names file,
   tensor and both values.
 """

@@ -2,12 +2,12 @@
 """Ranks with a device each: device tensors cross between the devices, all others through the host.
 
 Invariant of `DeviceGroup`: device transfers are enqueued on the device, and the host does not wait for them, so they
-can be part of a CUDA graph. Waiting for a device does not reveal a lost rank; a `Watch` does.
+can be part of a CUDA graph. Waiting for a device does not reveal a lost rank; a `RankWatchdog` does.
 
 `NcclTransport`: torch's NCCL (RCCL on ROCm). No global state of torch.distributed is touched, and no
 failure ends the process.
 
-Invariant of `Watch`: a loss is recorded before pending work is aborted for it, so the waiting caller finds it.
+Invariant of `RankWatchdog`: a loss is recorded before pending work is aborted for it, so the waiting caller finds it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ POLL_S = 0.5
 STOPPED_POLLS = 10  # Consecutive polls after which a stopped process is given up.
 
 
-class Watch:
+class RankWatchdog:
     """Watchdog thread for lost ranks; runs until one is lost or it is closed.
 
     Args:
@@ -175,7 +175,7 @@ class DeviceGroup(Group):
     All-to-all of device tensors (expert parallel replicas) also goes through the host, synchronously.
     """
 
-    def __init__(self, group: Group, transport: DeviceTransport, watch: Watch) -> None:
+    def __init__(self, group: Group, transport: DeviceTransport, watch: RankWatchdog) -> None:
         super().__init__(group.rank, group.size, group.names)
         self._group, self._transport, self._watch = group, transport, watch
 
@@ -275,7 +275,7 @@ def join_devices(group: Gloo, store: Store, device_type: str) -> Group:
         StartupError: they cannot be joined or differ in kind: each rank samples by itself and must get equal logits.
     """
     transport = TRANSPORTS[device_type](group.rank, group.size, prefix_store(store, device_type))
-    watch = Watch(group.silent, transport.abort)
+    watch = RankWatchdog(group.silent, transport.abort)
     joined = DeviceGroup(group, transport, watch)
     try:
         advice = "CUDA_VISIBLE_DEVICES can name those that are alike"

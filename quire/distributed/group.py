@@ -75,7 +75,7 @@ class Group(ABC):
             raise EngineError(f"rank {self.rank} of {self.size} has no peer {rank}")
 
 
-class Alone(Group):
+class SingleRankGroup(Group):
     """Group of a single rank."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Alone(Group):
         self.check_peer(source)
 
 
-ALONE = Alone()
+ALONE = SingleRankGroup()
 
 
 _WORD_BYTES = 64

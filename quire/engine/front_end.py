@@ -238,7 +238,7 @@ class InFlightRequests:
 Outgoing = tuple[int, CoreRequest]  # (core index, message)
 
 
-class Terms(TypedDict):
+class RequestSettings(TypedDict):
     """Per-request settings: priority, tenant, adapter."""
 
     priority: int
@@ -435,7 +435,7 @@ class FrontEnd:
         adapter_request = self.completed_adapter(adapter_request)
         if self._media_adapters is not None:
             adapter_request = self._media_adapters.adapter_of(prompt.media, adapter_request)
-        terms = Terms(priority=priority, tenant=tenant, adapter_request=adapter_request)
+        terms = RequestSettings(priority=priority, tenant=tenant, adapter_request=adapter_request)
         owner = self._owners.get(type(params))
         if owner is not None:
             core_ids, messages = owner.submit(
@@ -471,7 +471,7 @@ class FrontEnd:
         name: str,
         prompt: TokenizedPrompt,
         params: SamplingParams | BeamSearchParams | PoolingParams,
-        terms: Terms,
+        terms: RequestSettings,
     ) -> list[EngineCoreRequest]:
         if isinstance(params, PoolingParams):
             return [self.input_processor.process_pooling(name, prompt, params, **terms)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executor with one worker in the engine core's own process.
 
-`Lane`: executor calls in the caller's thread, or in order on a thread of their own. Invariant: calls run one at a
+`CallQueue`: executor calls in the caller's thread, or in order on a thread of their own. Invariant: calls run one at a
 time in the order in which they were started, and none runs after one has failed.
 
 `select_own_device`: a rank's device has its number among all ranks of all replicas on the host, and is the only one
@@ -35,7 +35,7 @@ from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 
 
-class Lane(ABC):
+class CallQueue(ABC):
     """Queue that runs calls in order, until one fails."""
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class Lane(ABC):
             raise
 
 
-class CallerLane(Lane):
+class CallerLane(CallQueue):
     """Lane that runs a call in the caller's thread when its result is requested."""
 
     def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
         return partial(self._run, call)
 
 
-class EagerLane(Lane):
+class EagerLane(CallQueue):
     """Lane that runs a call at once in the caller's thread, for calls that only enqueue device work."""
 
     def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
@@ -78,7 +78,7 @@ class EagerLane(Lane):
         return future.result
 
 
-class ThreadLane(Lane):
+class ThreadLane(CallQueue):
     """Lane that runs calls on a thread while the caller continues.
 
     All computation must use the same thread: torch keeps its thread pool, and its size, per thread.
@@ -142,7 +142,7 @@ class UniprocExecutor(Executor):
         device = make_device(config.device.device)
         self._worker = Worker(config, device, shard)
         overlapping = EagerLane if device.is_asynchronous else ThreadLane
-        self._lane: Lane = overlapping() if config.scheduler.async_scheduling else CallerLane()
+        self._lane: CallQueue = overlapping() if config.scheduler.async_scheduling else CallerLane()
         self._steps: deque[Callable[[], Callable[[], ModelRunnerOutput]]] = deque()
 
     def load(self) -> None:

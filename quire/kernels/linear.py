@@ -104,7 +104,7 @@ GATED: tuple[FusedActivation, ...] = ("silu_and_mul", "clamped_swiglu")
 """Activations that compute one output from two."""
 
 
-class Native(NamedTuple):
+class NativeWeight(NamedTuple):
     """Packed weight as passed to the C++ kernels."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
@@ -145,7 +145,7 @@ class PackedWeight:
     code_sums: Tensor | None = None
     """float32 [P, 16], for plain int8 whose activations have zero points: the sum of each output's integers."""
     native: Any = field(default=None, init=False, repr=False, compare=False)
-    """Kernels' own form, set on first use: `Native`, or a GPU's arrival counters of split-k parts."""
+    """Kernels' own form, set on first use: `NativeWeight`, or a GPU's arrival counters of split-k parts."""
 
     @staticmethod
     def of(

@@ -27,7 +27,7 @@ from quire.models.stack import Stack
 T = TypeVar("T")
 
 
-class Uncut(NamedTuple):
+class UnsplitModel(NamedTuple):
     """Full model before it was split into pipeline stages; layers of other stages never get memory."""
 
     layers: list[tuple[list[str], list[str], Layer]]
@@ -59,7 +59,7 @@ class CausalLM(Module):
     """None in a pooling model, and in all stages but the last."""
     other_stage_tensors: frozenset[str] = frozenset()
     """Checkpoint tensors of other pipeline stages."""
-    uncut: Uncut | None = None
+    uncut: UnsplitModel | None = None
     """None: the model is in one stage."""
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:

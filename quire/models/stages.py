@@ -21,7 +21,7 @@ from quire.distributed.group import ALONE, Group
 from quire.errors import ConfigError
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.kv_cache import cache_users
-from quire.models.base import CausalLM, Uncut
+from quire.models.base import CausalLM, UnsplitModel
 from quire.models.decoder import Decoder, DecoderForCausalLM
 from quire.models.encoder import EncoderModel, EncoderStack
 from quire.models.gemma3n import Gemma3nDecoder, Gemma3nForCausalLM
@@ -195,7 +195,7 @@ def apply_stage(model: CausalLM, stage: Stage) -> None:
     sizes = stage.sizes or partition(model, stack, stage.of)
     first = sum(sizes[: stage.index])
     names = model.checkpoint_slots().keys()
-    model.uncut = Uncut([*model.adapter_layers()], model.lm_head, stage.is_first)
+    model.uncut = UnsplitModel([*model.adapter_layers()], model.lm_head, stage.is_first)
     if not stage.is_last:
         model.drop_head()
     stack.apply_stage(range(first, first + sizes[stage.index]), _read_here_too(model, stage))

@@ -18,7 +18,7 @@ from quire.worker.transfers import Transfers
 
 if TYPE_CHECKING:
     from quire.worker.input_batch import InputBatch
-    from quire.worker.pipeline import Body, Pipeline
+    from quire.worker.pipeline import Pipeline, PipelineModel
 
 
 class DeviceMemory(Protocol):
@@ -66,7 +66,7 @@ class Device(Protocol):
 
     def pipeline(
         self,
-        model: Body,
+        model: PipelineModel,
         batch: InputBatch,
         config: EngineConfig,
         *,

@@ -45,12 +45,12 @@ from quire.worker.calibration import rehearsed_groups
 from quire.worker.devices import Device, make_device
 from quire.worker.input_batch import BlockTable, InputBatch
 from quire.worker.inputs import StepInputs, StepLayout, lay_out
-from quire.worker.pipeline import Body, Forward
+from quire.worker.pipeline import Forward, PipelineModel
 from quire.worker.stage_pipeline import LaterLayers
 
 logger = logging.getLogger(__name__)
 
-TAPE_SLACK = 2.0  # arena size over its live tensors; gaps of up to 0.6 of them were measured
+ARENA_SLACK = 2.0  # arena size over its live tensors; gaps of up to 0.6 of them were measured
 GAPS = 1.25  # the same for large tensors alone
 LOGITS_ARRAYS = 3  # logits of the model, their copy for logprobs, and the sampler's sort
 FLOAT_BYTES = 4
@@ -119,9 +119,9 @@ class ForwardPeak:
         """Return the bytes of a step with so many tokens and concurrent logits."""
         return self._bytes_per_token * num_tokens + LOGITS_ARRAYS * num_logits * FLOAT_BYTES
 
-    def bytes_of_tapes(self, num_tokens: int) -> int:
+    def graph_bytes(self, num_tokens: int) -> int:
         """Return the bytes that recorded passes over at most so many tokens keep."""
-        return int(TAPE_SLACK * self._bytes_per_token * num_tokens)
+        return int(ARENA_SLACK * self._bytes_per_token * num_tokens)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -200,7 +200,9 @@ def _step(
     return lambda: pipeline.forward(inputs)[: layout.num_tokens]
 
 
-def _body(model: CausalLM, stage: Stage, config: EngineConfig, num_tokens: int, device: Device) -> Body:
+def _body(
+    model: CausalLM, stage: Stage, config: EngineConfig, num_tokens: int, device: Device
+) -> PipelineModel:
     """Return the layers, with random hidden states as input of a later stage."""
     if stage.is_first:
         return model

@@ -18,7 +18,7 @@ from quire.batch.line_file import LineFile, partial_of
 from quire.batch.lines import (
     AnswerLines,
     Counts,
-    Earlier,
+    EarlierAnswers,
     LineReader,
     answer_line,
     bounded_lines,
@@ -42,7 +42,7 @@ async def run(
     engine: FakeEngine,
     text: bytes,
     out: LineFile,
-    earlier: Earlier,
+    earlier: EarlierAnswers,
     *,
     window: int = 3,
     max_bytes: int = 2**20,

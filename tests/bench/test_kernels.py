@@ -9,7 +9,7 @@ import pytest
 
 from quire.bench import kernels
 from quire.bench.kernels import AttentionShape, KernelsResult, MachineLimits, ModelShape, measure_case
-from quire.bench.workload import Case
+from quire.bench.workload import KernelCase
 
 LIMITS = MachineLimits(threads=2, flops=100e9, bandwidth=10e9)
 
@@ -24,7 +24,9 @@ def ticking(step: float) -> itertools.count[float]:
 )
 def test_share_of_the_limit(flops: float, num_bytes: float, share: float, bound: str) -> None:
     clock = ticking(0.2)
-    result = measure_case(Case("op", 4, lambda: None, flops, num_bytes), LIMITS, 0.2, lambda: next(clock))
+    result = measure_case(
+        KernelCase("op", 4, lambda: None, flops, num_bytes), LIMITS, 0.2, lambda: next(clock)
+    )
     assert result.seconds == pytest.approx(0.2)
     assert result.of_limit == pytest.approx(share)
     assert result.bound == bound

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.disagg.engines import Engine, Timeouts
+from quire.disagg.engines import ProxiedEngine, Timeouts
 from quire.disagg.proxy import ASKED, DisaggProxy
 from quire.errors import ConfigError
 from tests.disagg.fakes import EVENTS, PARAMS, FakeEngine, fakes, served
@@ -23,7 +23,7 @@ WITHIN_S = 120.0
 
 def proxy_of(prefill: list[FakeEngine], decode: list[FakeEngine], **options: Any) -> DisaggProxy:
     """Return a proxy that probes its engines once, at the start."""
-    halves = [[Engine(fake.url) for fake in half] for half in (prefill, decode)]
+    halves = [[ProxiedEngine(fake.url) for fake in half] for half in (prefill, decode)]
     return DisaggProxy(*halves, **({"probe_s": 3600.0} | options))
 
 
@@ -211,7 +211,7 @@ def test_a_slow_engine_is_left() -> None:
 @pytest.mark.parametrize("url", ["localhost:1", "https://h:1", "http://h:x", "http://h/v1", "http://u@h", ""])
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="http://HOST:PORT"):
-        Engine(url)
+        ProxiedEngine(url)
     with pytest.raises(ConfigError, match="at least one"):
         DisaggProxy([], [])
 

@@ -14,7 +14,13 @@ import torch
 import torch.distributed
 
 from quire.distributed import device_group
-from quire.distributed.device_group import STOPPED_POLLS, DeviceGroup, NcclTransport, Watch, join_devices
+from quire.distributed.device_group import (
+    STOPPED_POLLS,
+    DeviceGroup,
+    NcclTransport,
+    RankWatchdog,
+    join_devices,
+)
 from quire.distributed.gloo import Gloo, Store, file_store, prefix_store
 from quire.errors import RankLostError, StartupError
 from quire.kernels import ops
@@ -102,7 +108,7 @@ def test_a_failure_without_a_loss_names_those_it_may_be(pair: list[DeviceGroup])
 
 def test_one_that_is_stopped_is_given_up_after_some_looks() -> None:
     seen: dict[int, str] = {2: STOPPED}
-    watch = Watch(lambda: seen, lambda: None, poll_s=60.0)
+    watch = RankWatchdog(lambda: seen, lambda: None, poll_s=60.0)
     assert [watch.poll() for _ in range(STOPPED_POLLS - 1)] == [None] * (STOPPED_POLLS - 1)
     seen.clear()
     assert watch.poll() is None  # it goes on

@@ -14,7 +14,7 @@ from tokenizers import processors
 
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
-from quire.pooling.inputs import Fitter
+from quire.pooling.inputs import TruncatingTokenizer
 from tests.fixtures.pooling import CLS, LETTERS, SEP, pair_tokenizer
 
 
@@ -66,7 +66,7 @@ def oracle(kind: str, *given_texts: str, most: int | None, side: str) -> tuple[l
 )
 def test_a_text_is_cut_as_the_library_cuts_it(kind: str, text: str, most: int | None, side: str) -> None:
     ids, _ = oracle(kind, text, most=most, side=side)
-    assert Fitter(FITTED[kind], side=side).text(text, most).token_ids == ids
+    assert TruncatingTokenizer(FITTED[kind], side=side).text(text, most).token_ids == ids
 
 
 @settings(deadline=None)
@@ -81,7 +81,7 @@ def test_a_pair_is_cut_as_the_library_cuts_it(
     kind: str, first: str, second: str, most: int | None, side: str
 ) -> None:
     ids, types = oracle(kind, first, second, most=most, side=side)
-    encoded = Fitter(FITTED[kind], side=side).pair(first, second, most)
+    encoded = TruncatingTokenizer(FITTED[kind], side=side).pair(first, second, most)
     assert encoded.token_ids == ids
     start = encoded.second_text_start
     assert types == [int(start is not None and place >= start) for place in range(len(ids))]
@@ -90,7 +90,7 @@ def test_a_pair_is_cut_as_the_library_cuts_it(
 @settings(deadline=None)
 @given(st.sampled_from(list(KINDS)), texts, st.integers(3, 16))
 def test_windows_cover_the_text_in_the_fewest_pieces(kind: str, text: str, most: int) -> None:
-    fitter, tokenizer = Fitter(FITTED[kind]), FITTED[kind]
+    fitter, tokenizer = TruncatingTokenizer(FITTED[kind]), FITTED[kind]
     windows = fitter.windows(text, most)
     special = tokenizer.text_template.size
     inner = [ids[len(tokenizer.text_template.prefix) :][: len(ids) - special] for ids in windows]
@@ -100,13 +100,13 @@ def test_windows_cover_the_text_in_the_fewest_pieces(kind: str, text: str, most:
 
 
 def test_each_text_of_a_pair_has_its_own_limit() -> None:
-    encoded = Fitter(FITTED["bert"]).pair("abcdef", "ghijkl", None, (2, 3))
+    encoded = TruncatingTokenizer(FITTED["bert"]).pair("abcdef", "ghijkl", None, (2, 3))
     assert encoded.token_ids == [CLS, 0, 1, SEP, 6, 7, 8, SEP]
     assert encoded.second_text_start == 4
 
 
 def test_without_special_tokens_there_is_only_text() -> None:
-    fitter = Fitter(FITTED["bert"], add_special_tokens=False)
+    fitter = TruncatingTokenizer(FITTED["bert"], add_special_tokens=False)
     assert fitter.text("abc", 2).token_ids == [0, 1]
     encoded = fitter.pair("ab", "c", None)
     assert (encoded.token_ids, encoded.second_text_start) == ([0, 1, 2], 2)
@@ -114,6 +114,6 @@ def test_without_special_tokens_there_is_only_text() -> None:
 
 def test_length_without_room_for_text_is_refused() -> None:
     with pytest.raises(ValidationError, match="4 tokens have no room for text beside the 3 special tokens"):
-        Fitter(FITTED["bert"]).pair("a", "b", 4)
+        TruncatingTokenizer(FITTED["bert"]).pair("a", "b", 4)
     with pytest.raises(ValidationError, match="2 tokens have no room"):
-        Fitter(FITTED["bert"]).windows("abc", 2)
+        TruncatingTokenizer(FITTED["bert"]).windows("abc", 2)

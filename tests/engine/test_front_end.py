@@ -24,7 +24,7 @@ from quire.errors import EngineDeadError, EngineError, ValidationError
 from quire.kv_cache.hashing import ExtraKeys
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import RequestOutput
-from quire.routing.router import LongestPrefix, Recent, RoutedRequest
+from quire.routing.router import LongestPrefix, LruSet, RoutedRequest
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import SchedulerStats
 from tests.engine.test_state_machine import parameters, prompts
@@ -144,7 +144,7 @@ def test_core_cache_contents_are_tracked_until_cleared() -> None:
     cores.run()
     policy = cores.front_end.router._policy
     assert isinstance(policy, LongestPrefix)
-    policy._prefixes[1]._sent = Recent(0)
+    policy._prefixes[1]._sent = LruSet(0)
 
     def num_uncached(core: int) -> int:
         return policy.num_uncached(RoutedRequest(ids, 1, ExtraKeys(None)), core)

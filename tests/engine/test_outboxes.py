@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from quire.engine.client import message_socket
-from quire.engine.core_service import Outboxes
+from quire.engine.core_service import FrontEndSockets
 from quire.engine.messages import CacheDelta, CoreMessage, EngineCoreOutputs
 
 NEWS = CacheDelta(b"12345678", b"")
@@ -30,7 +30,7 @@ def test_news_of_the_cache_are_for_all_front_ends(
     sockets = [context.socket(zmq.PULL) for _ in range(3)]
     for front_end, socket in enumerate(sockets):
         socket.bind(f"ipc://{tmp_path / message_socket(front_end)}")
-    outboxes = Outboxes(context, tmp_path)
+    outboxes = FrontEndSockets(context, tmp_path)
     outboxes.open(1)
     outboxes.open(2)
     for news in (NEWS, None, NEWS):

@@ -22,7 +22,7 @@ from quire.routing.router import (
     HOME_PREFIX_TOKENS,
     SEQUENCE_TOKENS,
     CachedPrefixes,
-    Recent,
+    LruSet,
     RoutedRequest,
     Router,
 )
@@ -68,7 +68,7 @@ class Routers:
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(st.integers(0, 5), st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=20))
 def test_recent_keys_are_those_of_the_last_uses(max_keys: int, uses: list[list[int]]) -> None:
-    recent: Recent[int] = Recent(max_keys)
+    recent: LruSet[int] = LruSet(max_keys)
     order: list[int] = []
     for keys in uses:
         recent.use(keys)

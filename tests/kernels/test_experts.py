@@ -214,12 +214,12 @@ def test_recorded_graph_routes_its_current_inputs() -> None:
         return ops.experts(x, *ops.route(logits, None, Routing(TOP_K)), of)
 
     logits = torch.empty(4, COUNT)
-    tape = record(lambda: layer(place, logits), Arena(1 << 20))
+    graph = record(lambda: layer(place, logits), Arena(1 << 20))
     for _ in range(3):
         place.normal_()
         logits.copy_(place @ gate)
-        assert tape.replay()
-        assert torch.equal(tape.result, layer(place, logits))
+        assert graph.replay()
+        assert torch.equal(graph.result, layer(place, logits))
 
 
 def test_a_choice_of_no_expert_is_refused() -> None:

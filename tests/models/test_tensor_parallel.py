@@ -191,7 +191,7 @@ def test_a_rank_holds_its_share(tiny_model: Callable[[str], Path]) -> None:
 
 
 def test_steps_are_recorded_only_if_kernels_communicate(tiny_model: Callable[[str], Path]) -> None:
-    """Any other tape would play the kernels and leave out what crosses."""
+    """Any other graph would play the kernels and leave out what crosses."""
     shared, alone = share_memory(ALONE), prepared_config(tiny_model("llama"))
     assert why_not_captured(load_model(alone, Shard(0, 2, shared))) is None
     assert (

@@ -20,7 +20,7 @@ from quire.spec_decode.speculation import (
     SHORTEST_REST,
     TRIAL_STEPS,
     Acceptance,
-    Balance,
+    DraftingBalance,
     Speculation,
     Verified,
 )
@@ -166,7 +166,7 @@ def test_acceptance_follows_the_request_and_fades_to_its_kind() -> None:
 
 
 def test_rejected_drafting_pauses_longer_and_longer() -> None:
-    balance, rests = Balance(), list[int]()
+    balance, rests = DraftingBalance(), list[int]()
     for _ in range(9):
         for _ in range(TRIAL_STEPS):
             assert not balance.rests()
@@ -185,7 +185,7 @@ def test_rejected_drafting_pauses_longer_and_longer() -> None:
 @given(st.integers(0, 2**32), st.floats(0.01, 10.0))
 def test_rejected_trials_take_a_small_share_for_any_wakeups(seed: int, spent_s: float) -> None:
     """Steps last one second each; a trial's time is part of the total at once."""
-    random, balance, seconds, lost = Random(seed), Balance(), 0.0, 0.0
+    random, balance, seconds, lost = Random(seed), DraftingBalance(), 0.0, 0.0
     for _ in range(2000):
         if random.random() < 0.05:
             balance.wake()

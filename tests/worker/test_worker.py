@@ -22,7 +22,7 @@ from quire.kv_cache.spec import KVCacheConfig
 from quire.platforms import Host
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput
-from quire.worker.cpu import CpuDevice, taped_tokens
+from quire.worker.cpu import CpuDevice, recorded_tokens
 from quire.worker.stage_sizes import GAPS
 from quire.worker.worker import Worker
 from tests.models.harness import prepared_config
@@ -68,7 +68,7 @@ def reserved_bytes(worker: Worker) -> int:
     peak, num_seqs = device.memory.forward_peak, limits.max_num_seqs
     step = peak.bytes_of_step(limits.max_num_batched_tokens, num_seqs * vocab_size)
     _, rounds = device.memory.size_of_rounds(worker._config)
-    return int(GAPS * step) + peak.bytes_of_tapes(taped_tokens(worker._config)) + rounds
+    return int(GAPS * step) + peak.graph_bytes(recorded_tokens(worker._config)) + rounds
 
 
 def ready(config: EngineConfig) -> Worker:

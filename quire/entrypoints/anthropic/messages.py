@@ -54,7 +54,7 @@ from quire.entrypoints.openai.streaming import StreamFormat
 from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.entrypoints.openai.tool_choice import tools_in_use
 from quire.entrypoints.openai.translation import (
-    Piece,
+    AnswerDelta,
     as_chat,
     as_object,
     given,
@@ -93,7 +93,7 @@ class MessageWriter:
         self._message.usage = _usage(usage)
         yield MessageStart(self._message)
 
-    def take(self, piece: Piece) -> Iterator[msgspec.Struct]:
+    def take(self, piece: AnswerDelta) -> Iterator[msgspec.Struct]:
         if piece.reasoning:
             if not isinstance(self._open_block, ThinkingBlock):
                 yield from self._start(ThinkingBlock(""))
@@ -158,7 +158,7 @@ class MessageWriter:
         self._pieces = []
         yield BlockStop(self._index)
 
-    def _note_reason(self, piece: Piece) -> None:
+    def _note_reason(self, piece: AnswerDelta) -> None:
         message = self._message
         message.stop_reason = STOP_REASONS.get(piece.finish_reason or "", "end_turn")
         if message.stop_reason == "end_turn" and isinstance(piece.stop_reason, str):

@@ -35,7 +35,7 @@ STEP_TIMEOUT_S = 600.0  # A rank's program may do something else between two ste
 
 
 @dataclass(frozen=True)
-class Launch:
+class LauncherEnvironment:
     """Launcher's environment: rank numbers and meeting address."""
 
     rank: int
@@ -46,7 +46,7 @@ class Launch:
     store_is_there: bool  # The launcher serves a store at that address; else rank 0 does.
 
     @staticmethod
-    def read(environment: Mapping[str, str]) -> Launch:
+    def read(environment: Mapping[str, str]) -> LauncherEnvironment:
         """Read torchrun's variables, which other launchers use as well.
 
         Raises:
@@ -60,7 +60,7 @@ class Launch:
                 f"{', '.join(wanted)}; missing: {', '.join(missing)}"
             )
         size = _number(environment, "WORLD_SIZE", 1, 1 << 16)
-        return Launch(
+        return LauncherEnvironment(
             rank=_number(environment, "RANK", 0, size - 1),
             size=size,
             local_size=_number({"LOCAL_WORLD_SIZE": str(size), **environment}, "LOCAL_WORLD_SIZE", 1, size),
@@ -78,7 +78,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._launch = Launch.read(os.environ)
+        self._launch = LauncherEnvironment.read(os.environ)
         self._plans: Group = ALONE
         group = self._join(config)
         super().__init__(rank_config(config, self._launch.local_size), Shard.of_group(group))

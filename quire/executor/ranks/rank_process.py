@@ -38,7 +38,7 @@ from quire.executor.ranks.handles import (
 from quire.executor.ranks.places import JOIN_S, RankGroups, check_ranks_agree, meet, with_replicas
 from quire.executor.ranks.rank_processes import CONFIG
 from quire.executor.ranks.ray_ranks import watch_actor
-from quire.executor.ranks.wire import SPIN_S, Wire
+from quire.executor.ranks.wire import SPIN_S, RankWire
 from quire.executor.uniproc import select_own_device
 from quire.kv_cache.spec import decode_kv_config, encode_specs
 from quire.logging_setup import configure_logging
@@ -62,7 +62,7 @@ class RankProcess:
         self,
         config: EngineConfig,
         rank: int,
-        wire: Wire,
+        wire: RankWire,
         *,
         address: str,
         directory: Path,
@@ -234,7 +234,7 @@ def main() -> int:
     configure_logging(config.observability.log_level, config.observability.log_format)
     if config.parallel.distributed_executor_backend == "ray":
         watch_actor()
-    wire = Wire(socket.socket(fileno=int(fd)))
+    wire = RankWire(socket.socket(fileno=int(fd)))
     process = RankProcess(config, int(rank), wire, address=address, directory=Path(directory))
     return process.run(sys.stdin.fileno())
 

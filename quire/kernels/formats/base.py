@@ -94,7 +94,7 @@ class Numbers(NamedTuple):
     zeros: Tensor | BlockScales | None = None
 
 
-class Part(NamedTuple):
+class PackedPart(NamedTuple):
     """Shape and dtype of a tensor of a packed weight in panels."""
 
     shape: tuple[int, ...]
@@ -126,7 +126,9 @@ class Format:
         unit = max(self.group(scheme, dtype), CHUNK)
         return -(-inputs // unit) * unit
 
-    def parts(self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int) -> tuple[Part, ...]:
+    def parts(
+        self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int
+    ) -> tuple[PackedPart, ...]:
         """Return data, scales and zeros of that many panels, as `quantized` makes them; floats are of `dtype`."""
         raise NotImplementedError
 
@@ -184,7 +186,7 @@ class Format:
         """Return the weight that matmuls use, where it differs from the stored one."""
         return self.unpack(weight)
 
-    def expected(self, op: str, weight: PackedWeight, panels: int) -> tuple[Part, ...]:
+    def expected(self, op: str, weight: PackedWeight, panels: int) -> tuple[PackedPart, ...]:
         """Return data, scales and zeros in panels of a weight of this scheme and these dtypes.
 
         Raises:

@@ -20,7 +20,7 @@ from quire.kernels.formats.base import (
     BlockScales,
     Format,
     Numbers,
-    Part,
+    PackedPart,
     from_stream,
     stream_shape,
     to_stream,
@@ -105,10 +105,12 @@ class GroupedFormat(Format):
     def group_in_rows(self, scheme: WeightScheme) -> int:
         return scheme.group_size or (WORD_INPUTS if self.per_byte == 2 else 0)
 
-    def parts(self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int) -> tuple[Part, ...]:
+    def parts(
+        self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int
+    ) -> tuple[PackedPart, ...]:
         return self._parts(scheme, panels, inputs, self.streams(scheme))
 
-    def expected(self, op: str, weight: PackedWeight, panels: int) -> tuple[Part, ...]:
+    def expected(self, op: str, weight: PackedWeight, panels: int) -> tuple[PackedPart, ...]:
         streams = [part.dtype for part in (weight.scales, weight.zeros) if part is not None]
         known = all(dtype in STREAM_CODES for dtype in streams) and torch.uint8 not in streams[:1]
         if not known or (torch.int8 in streams and not weight.scheme.group_size):
@@ -118,11 +120,13 @@ class GroupedFormat(Format):
 
     def _parts(
         self, scheme: WeightScheme, panels: int, inputs: int, streams: Sequence[torch.dtype]
-    ) -> tuple[Part, ...]:
+    ) -> tuple[PackedPart, ...]:
         padded = self.padded(scheme, torch.uint8, inputs)
         group = scheme.group_size or padded
-        data = Part((panels, padded // (self.per_byte * QUAD), PANEL, QUAD), torch.uint8)
-        return data, *(Part(stream_shape(each, panels, padded // group, group), each) for each in streams)
+        data = PackedPart((panels, padded // (self.per_byte * QUAD), PANEL, QUAD), torch.uint8)
+        return data, *(
+            PackedPart(stream_shape(each, panels, padded // group, group), each) for each in streams
+        )
 
     def to_panels(self, numbers: Numbers, scheme: WeightScheme, halves: int) -> tuple[Tensor | None, ...]:
         self._check(numbers, scheme)

@@ -19,7 +19,7 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.shard import ShardSpan
 from quire.layers.step import StepContext
-from quire.models.transformers_backend.plan import Plan, embedding_scale
+from quire.models.transformers_backend.plan import ShardingPlan, embedding_scale
 from quire.models.transformers_backend.tensors import CheckpointView
 
 _NO_STEP = StepContext(())
@@ -187,7 +187,7 @@ def _rows(table: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def as_linear(
-    module: nn.Module, name: str, stored: Sequence[CheckpointView], config: EngineConfig, plan: Plan
+    module: nn.Module, name: str, stored: Sequence[CheckpointView], config: EngineConfig, plan: ShardingPlan
 ) -> HostedLinear | None:
     """Return our layer for a module that only multiplies with a stored weight; None for any other."""
     transposed = type(module).forward is Conv1D.forward

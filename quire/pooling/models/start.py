@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from quire.config import EngineConfig
-from quire.engine.start_feature import Choice, Resolution, StartFeature
+from quire.engine.start_feature import AutomaticValue, Resolution, StartFeature
 from quire.pooling.models.resolve import ResolvedPooling, resolve_pooling
 
 logger = logging.getLogger(__name__)
@@ -25,14 +25,14 @@ class PoolingStart(StartFeature):
         return Resolution(changes, [*_choices(config, found)], found.max_seq_length)
 
 
-def _choices(config: EngineConfig, found: ResolvedPooling) -> Iterator[Choice]:
+def _choices(config: EngineConfig, found: ResolvedPooling) -> Iterator[AutomaticValue]:
     """Choose the runner; disable prefix caching where a pooling needs every token to be computed."""
     if config.model.runner == "auto":
-        yield Choice("runner", found.runner, found.runner_reason)
+        yield AutomaticValue("runner", found.runner, found.runner_reason)
     if found.spec is None:
         return
     if config.model.convert != found.convert:
-        yield Choice("convert", found.convert, found.convert_reason)
+        yield AutomaticValue("convert", found.convert, found.convert_reason)
     if found.spec.always_reads_every_token and config.cache.enable_prefix_caching:
         reason = f"pooling {found.spec.pooling!r} needs every token of a prompt to be computed"
-        yield Choice("enable_prefix_caching", False, reason)
+        yield AutomaticValue("enable_prefix_caching", False, reason)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 Vector = NDArray[np.float64]
 
 
-class Windows:
+class TextWindows:
     """The inputs of one request, split into windows.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.entrypoints.chat.environment import Budget, RenderingThread, TimeIsUpError, make_environment
+from quire.entrypoints.chat.environment import RenderBudget, RenderingThread, TimeIsUpError, make_environment
 from quire.entrypoints.openai.state import MAX_THREADS, BoundedThreads
 from quire.processes import collect_garbage
 from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
@@ -51,7 +51,7 @@ async def until_all_ended() -> None:
 
 def for_ever() -> None:
     """Do what a template does that never ends."""
-    budget = Budget()
+    budget = RenderBudget()
     while True:
         budget.spend(0, "a turn")
 

@@ -16,7 +16,7 @@ import pytest
 from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai.app import keyring
 from quire.entrypoints.openai.keys import Keyring, Tenant, make_keyring, with_keys_of_environment
-from quire.entrypoints.openai.middleware.quota import Bucket, Meters
+from quire.entrypoints.openai.middleware.quota import Meters, TokenBucket
 from quire.entrypoints.openai.processes.channel import WorkerHello
 from quire.errors import ConfigError, RateLimitError
 from quire.metrics.stats import FinishedRequestStats, IterationStats
@@ -234,7 +234,7 @@ def test_uncomputed_tokens_are_not_charged() -> None:
 
 def test_a_bucket_fills_up_to_its_limit() -> None:
     now = 0.0
-    bucket = Bucket(6, lambda: now, [0.0, 0.0])
+    bucket = TokenBucket(6, lambda: now, [0.0, 0.0])
     bucket.take(6)
     assert bucket.wait_s(1) == 10.0
     now = 1000.0

@@ -65,7 +65,7 @@ from quire.entrypoints.openai.responses.tools import ResponseTools
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.streaming import COMMENT, StreamFormat
 from quire.entrypoints.openai.tenant import READ_HEADERS
-from quire.entrypoints.openai.translation import Piece, given, note_ignored, respond_translated
+from quire.entrypoints.openai.translation import AnswerDelta, given, note_ignored, respond_translated
 from quire.outputs import RequestStateStats
 
 # Finish reason -> reason of an incomplete response.
@@ -99,7 +99,7 @@ class ResponseWriter:
         yield Created(response=self._response)
         yield InProgress(response=self._response)
 
-    def take(self, piece: Piece) -> Iterator[msgspec.Struct]:
+    def take(self, piece: AnswerDelta) -> Iterator[msgspec.Struct]:
         if piece.reasoning:
             self._held_logprobs = []
             yield from self._reasoning(piece.reasoning)
@@ -147,7 +147,7 @@ class ResponseWriter:
         self._pieces.append(text)
         yield ReasoningDelta(item_id=item.id, output_index=self._index, delta=text)
 
-    def _text(self, piece: Piece) -> Iterator[msgspec.Struct]:
+    def _text(self, piece: AnswerDelta) -> Iterator[msgspec.Struct]:
         item = self._response.output[-1] if self._is_open else None
         if not isinstance(item, MessageItem):
             item = MessageItem(self._new_id("msg"), "in_progress")
@@ -211,14 +211,14 @@ class ResponseWriter:
             yield PartDone(item_id=item.id, output_index=self._index, part=part)
         yield ItemDone(output_index=self._index, item=item)
 
-    def _end(self, last: Piece) -> Iterator[msgspec.Struct]:
+    def _end(self, last: AnswerDelta) -> Iterator[msgspec.Struct]:
         """Complete the response. A finished answer without text gets an empty message; a truncated one keeps its
         content.
         """
         reason = INCOMPLETE.get(last.finish_reason or "")
         is_whole = reason is None and last.stop_reason is None
         if is_whole and all(isinstance(item, ReasoningItem) for item in self._response.output):
-            yield from self._text(Piece())
+            yield from self._text(AnswerDelta())
         self._response.status = "completed" if reason is None else "incomplete"
         is_cut = reason is not None and last.is_open
         yield from self._close("incomplete" if is_cut else "completed")

@@ -21,7 +21,13 @@ from quire.entrypoints.chat.formats.reasoning import FORMATS as REASONING
 from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.formats.tools import FORMATS
-from quire.entrypoints.chat.tool_grammar import Calls, Function, after_reasoning, calls_in_text, calls_only
+from quire.entrypoints.chat.tool_grammar import (
+    AllowedCalls,
+    AllowedFunction,
+    after_reasoning,
+    calls_in_text,
+    calls_only,
+)
 from quire.errors import ValidationError
 from quire.json_schema.structural_tag import as_tag
 from quire.structured_output.backend import Masks, Matcher
@@ -167,8 +173,8 @@ def check_calls(found: list[Event], schemas: dict[str, Any]) -> None:
         jsonschema.validate(json.loads(event.arguments), schemas[event.name])
 
 
-def strict(schemas: dict[str, Any]) -> list[Function]:
-    return [Function(name, schema, True) for name, schema in schemas.items()]
+def strict(schemas: dict[str, Any]) -> list[AllowedFunction]:
+    return [AllowedFunction(name, schema, True) for name, schema in schemas.items()]
 
 
 @folded("row", ROWS, ids=IDS)
@@ -278,7 +284,7 @@ def test_constraint_begins_after_the_reasoning(reasoning: ReasoningFormat, is_sp
 def test_grammar_prompt_with_the_first_marker_leaves_it_out() -> None:
     formats = choose("functionary_v32", "functionary_v32", None)
     prompt = "<|start_header_id|>assistant<|end_header_id|>\n\n>>>"
-    grammar, calls = formats.grammar(prompt), Calls(strict(SCHEMAS), at_most_one=False)
+    grammar, calls = formats.grammar(prompt), AllowedCalls(strict(SCHEMAS), at_most_one=False)
     written = formats.tools.write([("now", {"n": 1}), ("now", {"n": 2})]) if formats.tools else ""
     answer = written.removeprefix(">>>")
     assert Walker(grammar.calls(calls)).takes(answer)
@@ -311,18 +317,18 @@ def test_schema_beyond_a_format_is_refused_by_the_formats_name(name: str, schema
     with pytest.raises(
         ValidationError, match=f"--tool-call-parser {name} cannot be enforced for the function 'f'"
     ):
-        calls_only(BY_NAME[name], [Function("f", schema, True)], at_most_one=True)
+        calls_only(BY_NAME[name], [AllowedFunction("f", schema, True)], at_most_one=True)
 
 
 @folded("schema", [one for one in UNSAYABLE if "a b" not in str(one)], ids=str)
 def test_schema_beyond_tags_is_refused_by_the_formats_name(schema: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="--tool-call-parser qwen3_coder cannot be enforced"):
-        calls_only(BY_NAME["qwen3_coder"], [Function("f", schema, True)], at_most_one=True)
+        calls_only(BY_NAME["qwen3_coder"], [AllowedFunction("f", schema, True)], at_most_one=True)
 
 
 @folded("row", ROWS, ids=IDS)
 def test_arguments_of_a_lenient_function_may_be_any(row: ToolFormat) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    walker = Walker(calls_only(row, [Function("f", schema, False)], at_most_one=True))
+    walker = Walker(calls_only(row, [AllowedFunction("f", schema, False)], at_most_one=True))
     assert walker.takes(row.write([("f", {"a": "text"})]))
     assert walker.takes(row.write([("f", {})]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tapes that are open to any size: each size has the bits of what runs as it is, or there is no such tape."""
+"""Recorded graphs of any size: each size has the bits of what runs as it is, or there is no such graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if library.loaded() is None:
 from quire.kernels.cpu.arena import Arena, ArenaFullError
 from quire.kernels.cpu.recorded_graph import RecordingError
 from quire.kernels.cpu.sized_graph import SizedGraph, StepSize, record_sized
-from tests.kernels.test_tape import SIZE, layers
+from tests.kernels.test_recorded_graph import SIZE, layers
 
 MOST, HEADS, BLOCK = 24, 2, 16
 ROOM = 1 << 20
@@ -99,12 +99,12 @@ def test_every_size_has_the_bits_of_what_runs_as_it_is(
     step: Callable[[Places, StepSize], Tensor], steps: list[list[int]]
 ) -> None:
     places = Places()
-    tape = opened(places, step)
+    graph = opened(places, step)
     for lengths in steps:
         size = places.fill(lengths)
         expected = step(places, size)
-        assert tape.replay(size)
-        assert torch.equal(tape.result(size.tokens), expected)
+        assert graph.replay(size)
+        assert torch.equal(graph.result(size.tokens), expected)
 
 
 def test_no_kernel_runs_while_a_graph_is_recorded() -> None:
@@ -116,13 +116,13 @@ def test_no_kernel_runs_while_a_graph_is_recorded() -> None:
 
 def test_refused_call_ends_the_recording_next_step_is_replayed() -> None:
     places = Places()
-    tape = opened(places, Places.attention)
+    graph = opened(places, Places.attention)
     size = places.fill([3, 2])
     places.tables[1] = MOST
-    assert not tape.replay(size)
+    assert not graph.replay(size)
     places.tables[1] = 1
-    assert tape.replay(size)
-    assert torch.equal(tape.result(size.tokens), Places.attention(places, size))
+    assert graph.replay(size)
+    assert torch.equal(graph.result(size.tokens), Places.attention(places, size))
 
 
 @folded(
@@ -146,12 +146,12 @@ def test_step_not_determined_by_its_sizes_is_not_recorded(
 
 def test_numbers_that_grow_with_a_step_reach_torch_unchanged() -> None:
     places = Places()
-    tape = opened(places, lambda places, size: places.x[: size.tokens] * (3 * size.tokens + size.requests))
+    graph = opened(places, lambda places, size: places.x[: size.tokens] * (3 * size.tokens + size.requests))
     for lengths in ([2], [1, 1, 4], [9, 9]):
         size = places.fill(lengths)
-        assert tape.replay(size)
+        assert graph.replay(size)
         assert torch.equal(
-            tape.result(size.tokens), places.x[: size.tokens] * (3 * size.tokens + size.requests)
+            graph.result(size.tokens), places.x[: size.tokens] * (3 * size.tokens + size.requests)
         )
 
 

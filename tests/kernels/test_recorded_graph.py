@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tapes: what is played has the bits of what was recorded, on new inputs, and nothing unsafe is recorded."""
+"""Recorded graphs: a replay has the bits of what was recorded, on new inputs, and nothing unsafe is recorded."""
 
 from __future__ import annotations
 
@@ -45,30 +45,30 @@ def layers(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_recorded_graph_replays_on_new_inputs(rows: int) -> None:
     place = torch.randn(rows, SIZE)
-    tape = record(lambda: layers(place), Arena(ROOM))
-    assert torch.equal(tape.result, layers(place))
+    graph = record(lambda: layers(place), Arena(ROOM))
+    assert torch.equal(graph.result, layers(place))
     for _ in range(3):
         place.copy_(torch.randn(rows, SIZE))
-        assert tape.replay()
-        assert torch.equal(tape.result, layers(place))
+        assert graph.replay()
+        assert torch.equal(graph.result, layers(place))
 
 
 def test_recorded_graphs_share_an_arena_in_any_order() -> None:
     arena, places = Arena(ROOM), [torch.randn(rows, SIZE) for rows in (4, 1, 2)]
-    tapes = [record(lambda place=place: layers(place), arena) for place in places]  # type: ignore[misc]
+    graphs = [record(lambda place=place: layers(place), arena) for place in places]  # type: ignore[misc]
     for index in (2, 0, 1, 0, 2):
         places[index].copy_(torch.randn_like(places[index]))
-        assert tapes[index].replay()
-        assert torch.equal(tapes[index].result, layers(places[index]))
+        assert graphs[index].replay()
+        assert torch.equal(graphs[index].result, layers(places[index]))
 
 
 def test_scratch_memory_taken_by_other_calls_does_not_matter() -> None:
     place = torch.randn(2, SIZE)
-    tape = record(lambda: layers(place), Arena(ROOM))
+    graph = record(lambda: layers(place), Arena(ROOM))
     wide = ops.pack_weight(torch.randn(16, 40 * SIZE), WeightScheme())
     ops.packed_linear(torch.randn(192, 40 * SIZE), wide)
-    assert tape.replay()
-    assert torch.equal(tape.result, layers(place))
+    assert graph.replay()
+    assert torch.equal(graph.result, layers(place))
 
 
 @folded("inference", [False, True])
@@ -87,11 +87,11 @@ def test_conversions_and_copies_are_replayed(convert: Callable[[Tensor], Tensor]
     """In inference mode torch hands on `to` as a whole, and calls it a view."""
     place = torch.randn(3, SIZE, dtype=torch.bfloat16)
     with torch.inference_mode(inference):
-        tape = record(lambda: layer(convert(place)), Arena(ROOM))
+        graph = record(lambda: layer(convert(place)), Arena(ROOM))
         for _ in range(3):
             place.copy_(torch.randn(3, SIZE))
-            assert tape.replay()
-            assert torch.equal(tape.result, layer(place.float()))
+            assert graph.replay()
+            assert torch.equal(graph.result, layer(place.float()))
 
 
 @folded("inference", [False, True])
@@ -121,12 +121,12 @@ def test_torch_operations_are_replayed(compute: Callable[[Tensor], Tensor], infe
         return layer(place * made.sum().sigmoid()) + made.mean()
 
     with torch.inference_mode(inference):
-        tape = record(run, Arena(ROOM))
+        graph = record(run, Arena(ROOM))
         for _ in range(3):
             place.copy_(torch.randn(3, SIZE))
             expected = run()
-            assert tape.replay()
-            assert torch.equal(tape.result, expected)
+            assert graph.replay()
+            assert torch.equal(graph.result, expected)
 
 
 @folded("inference", [False, True])
@@ -154,14 +154,14 @@ def test_operation_that_may_depend_on_the_step_is_not_recorded(
 
 def test_refused_call_ends_the_replay() -> None:
     ids, table = torch.tensor([1]), torch.randn(4, SIZE)
-    tape = record(lambda: ops.rms_norm(ops.embedding(ids, table), SCALE, 1e-6), Arena(ROOM))
-    before = tape.result.clone()
+    graph = record(lambda: ops.rms_norm(ops.embedding(ids, table), SCALE, 1e-6), Arena(ROOM))
+    before = graph.result.clone()
     ids.fill_(4)
-    assert not tape.replay()
-    assert torch.equal(tape.result, before)
+    assert not graph.replay()
+    assert torch.equal(graph.result, before)
     ids.fill_(2)
-    assert tape.replay()
-    assert torch.equal(tape.result, ops.rms_norm(table[2:3], SCALE, 1e-6))
+    assert graph.replay()
+    assert torch.equal(graph.result, ops.rms_norm(table[2:3], SCALE, 1e-6))
 
 
 def test_an_arena_gives_memory_again_once_no_view_is_left() -> None:
@@ -221,22 +221,22 @@ def test_recorded_graph_ends_before_sampling_non_finite_logits() -> None:
         sampling.require_usable(logits)
         return sampling.sample_by_inversion(logits, settings, sampling.uniforms_at(seeds, positions))
 
-    tape = record(choose, Arena(ROOM))
+    graph = record(choose, Arena(ROOM))
     for bad in (torch.nan, torch.inf):
         logits.copy_(torch.randn(3, 50))
-        assert tape.replay()
-        assert torch.equal(tape.result, ops.sample_tokens(logits, settings, keys))
-        chosen = tape.result.clone()
+        assert graph.replay()
+        assert torch.equal(graph.result, ops.sample_tokens(logits, settings, keys))
+        chosen = graph.result.clone()
         logits[1, 7] = bad
-        assert not tape.replay()
-        assert torch.equal(tape.result, chosen)
+        assert not graph.replay()
+        assert torch.equal(graph.result, chosen)
         with pytest.raises(sampling.UnusableLogitsError, match="1 of 3 rows of logits are not finite"):
             choose()
         with pytest.raises(sampling.UnusableLogitsError):
             record(choose, Arena(ROOM))
     logits.copy_(torch.randn(3, 50))
     logits[:, 1:] = -torch.inf
-    assert tape.replay(), "one token is enough"
-    assert tape.result.tolist() == [0, 0, 0]
+    assert graph.replay(), "one token is enough"
+    assert graph.result.tolist() == [0, 0, 0]
     logits[0] = -torch.inf
-    assert not tape.replay(), "there is none"
+    assert not graph.replay(), "there is none"

@@ -28,7 +28,7 @@ from quire.kernels.cpu.recorded_graph import RecordedGraph, RecordingError, reco
 from quire.kernels.cpu.sized_graph import SizedGraph, StepSize, record_sized
 from quire.layers.step import StepContext
 from quire.worker.inputs import StepInputs
-from quire.worker.pipeline import Body, eager_forward
+from quire.worker.pipeline import PipelineModel, eager_forward
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _Traits = tuple[bool, bool, bool]
 """Flags of a step: its tokens have adapters; its tokens have types; encoders' outputs of any length precede them."""
 
 
-class TapedForward:
+class RecordedForward:
     """Inputs of a step -> hidden states [T, H], which the next step may overwrite.
 
     Args:
@@ -47,11 +47,11 @@ class TapedForward:
     """
 
     def __init__(
-        self, model: Body, max_num_tokens: int, table_widths: tuple[int, ...], arena_bytes: int
+        self, model: PipelineModel, max_num_tokens: int, table_widths: tuple[int, ...], arena_bytes: int
     ) -> None:
         self._eager = eager_forward(model)
-        self._max_taped = max_num_tokens
-        self.places = Places(max_num_tokens, table_widths)
+        self._max_recorded = max_num_tokens
+        self.places = GraphInputs(max_num_tokens, table_widths)
         self._arena = Arena(arena_bytes)
         self._of_one: dict[_Traits, RecordedGraph] = {}
         self._of_more: dict[_Traits, SizedGraph] = {}
@@ -65,7 +65,7 @@ class TapedForward:
 
     def takes(self, inputs: StepInputs) -> bool:
         """Return whether steps like this one are recorded: those of its size, without media."""
-        return _size_of(inputs).tokens <= self._max_taped and not has_media(inputs.step)
+        return _size_of(inputs).tokens <= self._max_recorded and not has_media(inputs.step)
 
     def player(self, inputs: StepInputs) -> Callable[[], Tensor]:
         """Return a function that computes a step like this one from the contents of `places`."""
@@ -81,39 +81,39 @@ class TapedForward:
             self._record_open(inputs, traits)
 
     def _play(self, inputs: StepInputs, size: StepSize, traits: _Traits) -> Tensor:
-        tape = self._of_more[traits]
-        self._check(inputs, tape.replay(size))
-        return tape.result(size.tokens)
+        graph = self._of_more[traits]
+        self._check(inputs, graph.replay(size))
+        return graph.result(size.tokens)
 
     def _play_one(self, inputs: StepInputs, traits: _Traits) -> Tensor:
-        tape = self._of_one.get(traits)
-        if tape is not None:
-            self._check(inputs, tape.replay())
-            return tape.result
+        graph = self._of_one.get(traits)
+        if graph is not None:
+            self._check(inputs, graph.replay())
+            return graph.result
         placed = self.places.of(inputs, _size_of(inputs))
         try:
-            tape = self._of_one[traits] = record(lambda: self._eager(placed), self._arena)
+            graph = self._of_one[traits] = record(lambda: self._eager(placed), self._arena)
         except (RecordingError, ArenaFullError) as reason:
-            self._tape_no_more_than(0, reason)
+            self._record_no_more_than(0, reason)
             return self._eager(placed)
-        return tape.result
+        return graph.result
 
     def _record_open(self, inputs: StepInputs, traits: _Traits) -> None:
         """Record steps like this one, of any size; if memory is short, of fewer tokens."""
         self.places.fill(inputs)  # allocates all buffers before recording
-        while self._max_taped > 1 and traits not in self._of_more:
-            largest = StepSize(self._max_taped, self._max_taped)
+        while self._max_recorded > 1 and traits not in self._of_more:
+            largest = StepSize(self._max_recorded, self._max_recorded)
             try:
                 self._of_more[traits] = record_sized(
                     lambda size: self._eager(self.places.of(inputs, size)), largest, self._arena
                 )
             except ArenaFullError as reason:
-                self._tape_no_more_than(self._max_taped // 2, reason)
+                self._record_no_more_than(self._max_recorded // 2, reason)
             except RecordingError as reason:
-                self._tape_no_more_than(1, reason)
+                self._record_no_more_than(1, reason)
 
-    def _tape_no_more_than(self, num_tokens: int, reason: Exception) -> None:
-        self._max_taped = num_tokens
+    def _record_no_more_than(self, num_tokens: int, reason: Exception) -> None:
+        self._max_recorded = num_tokens
         logger.info("steps of over %d tokens are not recorded: %s", num_tokens, reason)
 
     def _check(self, inputs: StepInputs, was_played: bool) -> None:
@@ -138,7 +138,7 @@ def _traits_of(inputs: StepInputs) -> _Traits:
     return step.adapter_rows is not None, step.token_types is not None, step.encoded_rows is not None
 
 
-class Places:
+class GraphInputs:
     """Input buffers of recorded graphs; graphs of fewer requests or tokens read the first rows."""
 
     def __init__(self, max_num_tokens: int, table_widths: tuple[int, ...]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps from tapes: the tokens of the plain forward pass, whatever steps come between."""
+"""Decode steps from recorded graphs: the tokens of the plain forward pass, whatever steps come between."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from quire.kernels.cpu import library
 from quire.kernels.cpu.recorded_graph import RecordedGraph
 from quire.kernels.cpu.sized_graph import SizedGraph
 from quire.layers.step import StepContext
-from quire.worker import taped_forward
+from quire.worker import recorded_forward
 from quire.worker.cpu import CpuDevice
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout
-from quire.worker.taped_forward import TapedForward
+from quire.worker.recorded_forward import RecordedForward
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import mark_of, quick
@@ -49,29 +49,29 @@ FAMILIES = (
 )
 DTYPES = ("float32", "bfloat16", "float16")
 ONE_OF_EACH = [*zip(FAMILIES, itertools.cycle(DTYPES), strict=False)]
-UNTAPED = {"nemotronh", "gemma4-experts"}
+UNRECORDED = {"nemotronh", "gemma4-experts"}
 """Experts without a gate, or whose activation no kernel has, are called one by one, as many as were chosen."""
-OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES} - UNTAPED)
+OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES} - UNRECORDED)
 ROOM = 1 << 12
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph | SizedGraph]:
-    """The tapes that the test records."""
-    tapes: list[RecordedGraph | SizedGraph] = []
+    """The graphs that the test records."""
+    graphs: list[RecordedGraph | SizedGraph] = []
 
     def noting(
         record: Callable[..., RecordedGraph | SizedGraph],
     ) -> Callable[..., RecordedGraph | SizedGraph]:
         def note(*args: Any) -> RecordedGraph | SizedGraph:
-            tapes.append(record(*args))
-            return tapes[-1]
+            graphs.append(record(*args))
+            return graphs[-1]
 
         return note
 
     for name in ("record", "record_sized"):
-        monkeypatch.setattr(taped_forward, name, noting(getattr(taped_forward, name)))
-    return tapes
+        monkeypatch.setattr(recorded_forward, name, noting(getattr(recorded_forward, name)))
+    return graphs
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
@@ -104,10 +104,10 @@ def test_every_family_gives_the_same_with_recorded_graphs(
         )
         assert len(recorded) == int(not eager), "what steps of many sizes play is there before the first"
         outputs.append([one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)])
-        assert sum(isinstance(tape, SizedGraph) for tape in recorded) == int(not eager)
+        assert sum(isinstance(graph, SizedGraph) for graph in recorded) == int(not eager)
     assert "are not recorded" not in caplog.text, "the arena was too small"
-    for plain, taped in zip(*outputs, strict=True):
-        assert (plain.token_ids, plain.logprobs) == (taped.token_ids, taped.logprobs)
+    for plain, replayed in zip(*outputs, strict=True):
+        assert (plain.token_ids, plain.logprobs) == (replayed.token_ids, replayed.logprobs)
 
 
 def step(ids: list[int], starts: list[int], *, drafts: bool = False) -> StepInputs:
@@ -159,7 +159,7 @@ class Lookup:
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_python_runs_for_one_token_and_for_more_and_no_more() -> None:
     model = Lookup()
-    forward = TapedForward(model, 4, (4,), ROOM)
+    forward = RecordedForward(model, 4, (4,), ROOM)
     for ids in ([1, 2], [3, 4], [6, 7, 5], [1, 2, 3, 4], [6, 7]):
         assert forward(step(ids, list(range(len(ids))))).flatten().tolist() == ids
     assert model.passes == 5
@@ -184,7 +184,7 @@ class Typed(Lookup):
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_token_types_are_part_of_a_recorded_graph() -> None:
-    forward = TapedForward(Typed(), 4, (4,), ROOM)
+    forward = RecordedForward(Typed(), 4, (4,), ROOM)
     for types, expected in ((None, 5), (torch.tensor([1]), 1), (torch.tensor([0]), 0), (None, 5)):
         plain = step([5], [0])
         assert forward(replace(plain, step=replace(plain.step, token_types=types))).item() == expected
@@ -201,7 +201,7 @@ class Reader(Lookup):
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_rows_that_are_handed_over_are_read_in_their_places() -> None:
     model = Reader()
-    forward = TapedForward(model, 4, (4,), ROOM)
+    forward = RecordedForward(model, 4, (4,), ROOM)
     for ids in ([1, 2], [3, 4], [5], [6, 7], [2]):
         plain = step(ids, list(range(len(ids))))
         states = {"states": 10.0 * torch.tensor(ids)[:, None]}
@@ -220,7 +220,7 @@ class Described(Lookup):
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_recorded_graphs_have_places_for_groups_of_states() -> None:
-    forward = TapedForward(Described(), 4, (4, 4), ROOM)
+    forward = RecordedForward(Described(), 4, (4, 4), ROOM)
     for first_blocks, starts, num_drafts in (([1, 2], [0, 4], None), ([3, 0], [2, 1], [0, 1])):
         plain = step([0, 0], starts)
         attention = plain.step.metadata(0, AttentionMetadata)
@@ -234,7 +234,7 @@ def test_recorded_graphs_have_places_for_groups_of_states() -> None:
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_a_recorded_step_with_a_bad_id_says_so() -> None:
-    forward = TapedForward(Lookup(), 2, (4,), ROOM)
+    forward = RecordedForward(Lookup(), 2, (4,), ROOM)
     forward(step([1], [0]))
     with pytest.raises(IndexError, match="embedding"):
         forward(step([8], [0]))
@@ -244,7 +244,7 @@ def test_a_recorded_step_with_a_bad_id_says_so() -> None:
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_steps_that_are_too_large_for_the_arena_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     model = Lookup()
-    forward = TapedForward(model, 40, (4,), arena_bytes=64)
+    forward = RecordedForward(model, 40, (4,), arena_bytes=64)
     with caplog.at_level(logging.INFO):
         for size in (8, 40, 33, 10, 11, 10, 40):
             assert forward(step([3] * size, [0] * size)).flatten().tolist() == [3] * size
@@ -276,7 +276,7 @@ class Uneven(Lookup):
 def test_steps_of_a_model_that_differs_by_size_run_as_they_are(
     otherwise: Callable[[int], bool], problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forward = TapedForward(Uneven(otherwise), 8, (4,), ROOM)
+    forward = RecordedForward(Uneven(otherwise), 8, (4,), ROOM)
     with caplog.at_level(logging.INFO):
         for size in (2, 5, 7, 1, 1, 2):
             assert forward(step([size] * size, [0] * size)).flatten().tolist() == [size] * size
@@ -293,7 +293,7 @@ class Asking(Lookup):
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_a_model_that_computes_otherwise_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     model = Asking()
-    forward = TapedForward(model, 2, (4,), ROOM)
+    forward = RecordedForward(model, 2, (4,), ROOM)
     with caplog.at_level(logging.INFO):
         assert forward(step([1, 4], [0, 0])).flatten().tolist() == [1, 4]
     assert "steps of over 1 tokens are not recorded: aten._local_scalar_dense" in caplog.text
@@ -324,7 +324,7 @@ class Cold(Lookup):
 def test_forward_failing_on_uncomputed_numbers_runs_unrecorded(
     model: Lookup, problem: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forward = TapedForward(model, 4, (4,), ROOM)
+    forward = RecordedForward(model, 4, (4,), ROOM)
     with caplog.at_level(logging.INFO):
         for ids in ([1, 4], [4, 1, 3], [5]):
             assert forward(step(ids, [0] * len(ids))).flatten().tolist() == ids
@@ -334,7 +334,7 @@ def test_forward_failing_on_uncomputed_numbers_runs_unrecorded(
 
 
 class Choosing(Lookup):
-    """A model that asks torch for something between kernels that no tape holds."""
+    """A model that asks torch for something between kernels that no graph holds."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         return super().forward(input_ids[input_ids >= 0], positions, step)

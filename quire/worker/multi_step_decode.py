@@ -25,8 +25,8 @@ from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import LanguageModel
+from quire.worker.recorded_forward import RecordedForward
 from quire.worker.sampler import Sampler
-from quire.worker.taped_forward import TapedForward
 
 Tokens = NDArray[np.int64]
 
@@ -84,7 +84,7 @@ class StopTokens:
         return ids
 
 
-class TapedRounds:
+class RecordedMultiStepDecode:
     """Recorded rounds after a step of one token of each request.
 
     Args:
@@ -111,7 +111,7 @@ class TapedRounds:
         self._clock = clock
         self._round = RoundOfModel(model, most)
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
-        self._taped = TapedForward(self._round, most, widths, arena_bytes)
+        self._forward = RecordedForward(self._round, most, widths, arena_bytes)
         self._stops = StopTokens(batch.max_num_seqs)
 
     def add_request(self, row: int, request: NewRequestData) -> None:
@@ -123,7 +123,7 @@ class TapedRounds:
 
     def record(self, inputs: StepInputs) -> None:
         """Record rounds of several requests, unless they are recorded; nothing is computed."""
-        self._taped.record(inputs)
+        self._forward.record(inputs)
 
     def more(
         self, inputs: StepInputs, token_ids: Tokens, sampler: Sampler, num_rounds: int, took_s: float
@@ -141,12 +141,12 @@ class TapedRounds:
             return []
         # Python is slow between two rounds, so all possible work is done before.
         slots = self._begin(inputs, sampler, num_rounds)
-        play, stops = self._taped.player(inputs), self._stops.of(inputs.layout.rows)
+        play, stops = self._forward.player(inputs), self._stops.of(inputs.layout.rows)
         found = list[Tokens]()
         while len(found) < num_rounds and not (stops == token_ids[:, None]).any():
             if not self._has_time(self._clock() - began, 1 + len(found)):
                 break
-            self._taped.places.go_on(token_ids, [of_group[len(found)] for of_group in slots])
+            self._forward.places.go_on(token_ids, [of_group[len(found)] for of_group in slots])
             try:
                 token_ids = play().numpy().copy()
             except UnusableLogitsError:
@@ -169,16 +169,16 @@ class TapedRounds:
             or not sampler.only_draws(rows)
         ):
             return False
-        self._taped.record(inputs)
-        return self._taped.takes(inputs)
+        self._forward.record(inputs)
+        return self._forward.takes(inputs)
 
     def _begin(self, inputs: StepInputs, sampler: Sampler, num_rounds: int) -> list[Tokens]:
         """Set the inputs that all rounds share; return the slots of their tokens, [rounds, R] of each group."""
         rows, ends, tables = inputs.layout.rows, inputs.layout.ends, self._batch.block_tables
         self._round.use(*sampler.draws(Samples(rows, ends + 1)))
-        self._taped.places.fill(inputs)
+        self._forward.places.fill(inputs)
         last = int(ends.max()) + num_rounds
-        self._taped.places.widen([table.gather(rows, last) for table in tables])
+        self._forward.places.widen([table.gather(rows, last) for table in tables])
         positions = ends + np.arange(num_rounds)[:, None]
         return [table.slots(rows, positions) for table in tables]
 
