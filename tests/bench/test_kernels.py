@@ -33,7 +33,7 @@ def test_share_of_the_limit(flops: float, num_bytes: float, share: float, bound:
     assert f"{share:.0%} of {bound}" in result.line()
 
 
-def test_linear_cases_count_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_cases_count_flops_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_COLD_BYTES", 2**16)
     shape = ModelShape(hidden=32, qkv=48, intermediate=64, vocab=100)
     cases = {case.name: case for case in kernels.linear_cases(shape, [3], ["bfloat16"])}
@@ -45,7 +45,7 @@ def test_linear_cases_count_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
-def test_attention_cases_count_what_a_call_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_cases_count_flops_and_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_POOL_BYTES", 2**16)
     shape, dtype = AttentionShape(4, 2, 16), kernels.DTYPES[name]
     case = kernels.attention_case("decode", shape, dtype, 3, 1, 40)

@@ -43,7 +43,7 @@ REMOVED = (
 
 
 @pytest.mark.parametrize("python", ["python3.11", "python3.13"])
-def test_trim_removes_what_no_server_needs(tmp_path: Path, python: str) -> None:
+def test_trim_removes_files_no_server_needs(tmp_path: Path, python: str) -> None:
     packages = tmp_path / "lib" / python / "site-packages"
     for name in (*KEPT, *REMOVED):
         (packages / name).parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def test_trim_removes_what_no_server_needs(tmp_path: Path, python: str) -> None:
 
 
 @pytest.mark.more
-def test_engine_runs_without_what_the_image_leaves_out() -> None:
+def test_engine_runs_without_trimmed_files() -> None:
     names = [name.replace("/", ".") for name in FURTHER]
     assert "sympy" in names
     done = subprocess.run(

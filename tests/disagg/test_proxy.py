@@ -38,7 +38,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_both_halves_get_what_vllms_proxy_sends() -> None:
+def test_both_engines_get_the_params_of_vllms_proxy() -> None:
     with fakes(2) as (prefill, decode), served(proxy_of([prefill], [decode])) as url:
         body = CHAT | {"min_tokens": 5, "n": 2, "max_completion_tokens": 7}
         reply = post(url, body, headers={"authorization": "Bearer key", "x-request-id": "mine"})
@@ -144,7 +144,7 @@ def test_blocks_that_are_refused_are_done_without(stream: bool) -> None:
         {},
     ],
 )
-def test_what_cannot_be_shared_is_decoded_alone(body: dict[str, Any]) -> None:
+def test_unshareable_request_is_decoded_alone(body: dict[str, Any]) -> None:
     with fakes(2) as (prefill, decode), served(proxy_of([prefill], [decode])) as url:
         asked = body | {"kv_transfer_params": {"remote_host": "evil"}}
         assert post(url, asked, "/v1/completions").status_code == 200

@@ -10,7 +10,7 @@ from quire.models.file_digests import EDGE_BYTES, checkpoint_fingerprint
 from tests.fixtures.thread_ranks import InProcess
 
 
-def test_ranks_that_differ_are_named_with_what_differs() -> None:
+def test_differing_ranks_and_facts_are_named() -> None:
     def compare(group: Group) -> str:
         try:
             check_same(group, {"version": b"1", "checkpoint": b"ab"[group.rank % 2 :]})

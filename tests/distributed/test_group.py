@@ -204,7 +204,7 @@ def test_sums_in_shared_memory_of_all_sizes(size: int) -> None:
 
 
 @needs_kernels
-def test_threads_share_what_crosses_ranks(restore_threads: None) -> None:
+def test_threads_share_the_work_of_collectives(restore_threads: None) -> None:
     set_num_threads(3)
     shuffle(5)
     check_ops(common(2), [numbers(rank, 3, 100_003) for rank in range(2)])

@@ -133,7 +133,9 @@ def test_vllms_protocol_over_plain_http(engines: tuple[Server, Server]) -> None:
         ({"do_remote_prefill": True, "remote_block_ids": [0] * 200_000}, "131072 are allowed"),
     ],
 )  # fmt: skip
-def test_hostile_params_are_refused_in_words(params: Any, words: str, engines: tuple[Server, Server]) -> None:
+def test_hostile_params_are_refused_with_a_message(
+    params: Any, words: str, engines: tuple[Server, Server]
+) -> None:
     for path, body in ((PATH, TEXT), ("/v1/chat/completions", CHAT)):
         reply = post(engines[1].url, body | {"kv_transfer_params": params}, path)
         assert reply.status_code == 400

@@ -41,7 +41,7 @@ def expected_of(oracle: Any, architecture: str, text: list[int], **inputs: Tenso
     "name",
     [name if name in OF_EACH_FORM else pytest.param(name, marks=pytest.mark.every) for name in TINY_ENCODERS],
 )
-def test_an_encoder_gives_what_transformers_gives(name: str, tiny_encoder: Callable[[str], Path]) -> None:
+def test_encoder_matches_transformers(name: str, tiny_encoder: Callable[[str], Path]) -> None:
     directory, tiny = tiny_encoder(name), TINY_ENCODERS[name]
     oracle, batch = encoder_oracle(name, directory), texts()
     core = pooling_core(directory)
@@ -122,9 +122,7 @@ def test_a_head_that_an_encoder_has_not_is_named_at_start_up(
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert", "roberta"])
 @pytest.mark.parametrize("form", ["texts", "tokens"])
-def test_embeddings_are_what_they_are_without_the_head(
-    name: str, form: str, tiny_encoder: Callable[[str], Path]
-) -> None:
+def test_head_does_not_change_embeddings(name: str, form: str, tiny_encoder: Callable[[str], Path]) -> None:
     directory, batch = tiny_encoder(f"{name}-{form}"), texts((5, 17))
     oracle = encoder_oracle(f"{name}-{form}", directory)
     for text, numbers in zip(batch, pool(pooling_core(directory, convert="embed"), batch), strict=True):

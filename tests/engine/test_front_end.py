@@ -228,7 +228,7 @@ def test_core_receives_the_finish_reason_of_a_sequence() -> None:
 # Deadlines
 
 
-def test_a_request_ends_at_its_deadline_with_what_it_has() -> None:
+def test_request_ends_at_its_deadline_with_its_tokens() -> None:
     cores = Cores()
     cores.add("late", [1, 2, 3], max_tokens=30, ignore_eos=True, n=2, seed=3, timeout_s=5)
     cores.add("other", [1, 2, 3], max_tokens=12, ignore_eos=True)

@@ -115,9 +115,7 @@ def test_replica_has_its_own_processors_threads_and_memory(
     assert first.parallel.num_replicas == 1
 
 
-def test_a_quota_ranks_and_what_the_user_says_count_for_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_follow_quota_ranks_and_user_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = made_host(tmp_path, monkeypatch, (8,), **{"sys/fs/cgroup/cpu.max": "400000 100000"})
 
     def threads(**args: Any) -> list[int]:

@@ -125,7 +125,7 @@ def told(notes: CacheDeltaBuffer) -> CacheDelta:
 @pytest.mark.parametrize("policy", ["prefix", "round_robin", "least_loaded"])
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(data=st.data())
-def test_what_is_counted_is_what_is_in_flight(policy: str, data: st.DataObject) -> None:
+def test_router_counts_requests_in_flight(policy: str, data: st.DataObject) -> None:
     routers = Routers(routing_policy=policy)
     router, in_flight, unheard = routers.router, dict[str, tuple[int, int]](), set[str]()
     for _ in range(data.draw(st.integers(0, 30))):

@@ -377,7 +377,7 @@ def disturb(engine: Engine, kind: str, name: str) -> None:
     max_drafts=st.sampled_from([0, 5]),
     rounds=st.sampled_from([1, 1, 6]),
 )
-def test_whatever_happened_is_replayed(
+def test_every_recorded_event_is_replayed(
     moments: list[tuple[str, Any]], num_groups: int, slack: int, policy: str, max_drafts: int, rounds: int
 ) -> None:
     config = make_config(

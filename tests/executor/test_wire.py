@@ -122,7 +122,7 @@ def test_send_behind_a_post_raises_after_a_shutdown(
         assert sent.result(10)
 
 
-def test_it_speaks_as_connections_of_multiprocessing_do(ways: tuple[socket.socket, socket.socket]) -> None:
+def test_wire_is_compatible_with_multiprocessing(ways: tuple[socket.socket, socket.socket]) -> None:
     wire, other = RankWire(ways[0]), Connection(ways[1].detach())
     wire.send(b"a" * 70_000)
     other.send_bytes(b"b" * 20_000)

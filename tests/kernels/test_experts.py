@@ -103,7 +103,7 @@ def test_adapters_add_only_to_matmuls_of_their_rows(
         torch.testing.assert_close(together, want, rtol=1e-4, atol=1e-4)
 
 
-def test_adapters_that_are_none_are_refused() -> None:
+def test_invalid_expert_adapters_are_refused() -> None:
     of = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32)
     adapters, (chosen, weights) = expert_adapters(2, of), choices(2)
     with pytest.raises(
@@ -191,7 +191,7 @@ def test_a_row_is_routed_by_itself(routing: Routing, count: int) -> None:
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_of_equal_scores_the_first_is_chosen(scores: str) -> None:
+def test_route_picks_the_first_of_equal_scores(scores: str) -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
     for function in (ops.route.oracle, binding.route):
         chosen, _ = function(logits, None, Routing(5, scores))

@@ -95,7 +95,7 @@ def opened(places: Places, step: Callable[[Places, StepSize], Tensor]) -> SizedG
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @given(st.lists(LENGTHS, min_size=1, max_size=5))
-def test_every_size_has_the_bits_of_what_runs_as_it_is(
+def test_every_size_has_the_bits_of_an_eager_run(
     step: Callable[[Places, StepSize], Tensor], steps: list[list[int]]
 ) -> None:
     places = Places()

@@ -134,7 +134,7 @@ def test_seal_swapped_words_are_seen(
 
 
 @given(words=WORD_PAIRS, byte=st.integers(0, 7), bit=st.integers(0, 7), other=st.integers(0, 63))
-def test_seal_two_flips_are_seen(
+def test_seal_detects_two_flipped_bits(
     words: tuple[int, int], byte: int, bit: int, other: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     def flip(data: bytearray) -> None:

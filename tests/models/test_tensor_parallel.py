@@ -82,7 +82,7 @@ def logits(model: CausalLM) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "kind"), [*quick([case for case in CASES if "fast" not in case[1]], QUICK_IN_ANY_ORDER), *OTHERS]
 )
-def test_ranks_say_what_one_says(name: str, kind: str, tiny_model: Callable[[str], Path]) -> None:
+def test_ranks_match_one_rank(name: str, kind: str, tiny_model: Callable[[str], Path]) -> None:
     """But for the order of the sums that cross ranks; among the ranks it is the same, bit for bit."""
     directory, options = tiny_model(name), OPTIONS[kind]
     alone = logits(load_tiny(directory, **options))

@@ -107,7 +107,7 @@ def test_step_runs_within_its_devices_step(config: EngineConfig, monkeypatch: py
     assert happened == ["begun", "launched", "ended"]
 
 
-def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
+def test_cache_may_use_a_share_of_free_memory(config: EngineConfig) -> None:
     worker = loaded(config.evolve(gpu_memory_utilization=0.5))
     memory = worker.kv_memory()
     assert memory.free_bytes == GIB // 2 - reserved_bytes(worker) < GIB // 2
@@ -119,7 +119,7 @@ def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
     assert memory.default_bytes is None
 
 
-def test_unasked_the_cache_takes_half_of_what_is_free(config: EngineConfig) -> None:
+def test_cache_uses_half_of_free_memory_by_default(config: EngineConfig) -> None:
     for free in (GIB, 100 * GIB, 10_000 * GIB):
         worker = loaded(config, free)
         memory = worker.kv_memory()

@@ -111,7 +111,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
         """Load synchronously; an adapter that fails on one rank fails on all, so that plans are equal."""
         done = super().prepare_adapter(request)
         wait([done])
-        failed = self._lane.start(partial(self._ranks_where, done.exception() is not None))()
+        failed = self._queue.start(partial(self._ranks_where, done.exception() is not None))()
         if not failed or done.exception() is not None:
             return done
         elsewhere: Future[None] = Future()
@@ -124,7 +124,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
         own = super().encode_media(items, math.inf)
         failed = dict(own.failed)
         for item in items:
-            ranks = self._lane.start(partial(self._ranks_where, item.digest in own.failed))()
+            ranks = self._queue.start(partial(self._ranks_where, item.digest in own.failed))()
             if ranks and item.digest not in failed:
                 failed[item.digest] = f"rank {ranks[0]} cannot encode it; see its log"
         done = [digest for digest in own.done if digest not in failed]

@@ -79,7 +79,7 @@ async def test_a_thread_is_kept_as_long_as_it_may_get_work() -> None:
     await until_all_ended()
 
 
-async def test_nothing_of_what_was_done_is_kept() -> None:
+async def test_threads_keep_no_reference_to_finished_work() -> None:
     threads, argument = BoundedThreads(), Argument()
     seen = weakref.ref(argument)
     await threads.run(str, argument)

@@ -117,7 +117,7 @@ async def test_strict_policy_suggests_similar_field_names(engine: FakeEngine) ->
         {"response_format": {"type": "text"}, "modalities": ["text"], "functions": []},
     ],
 )
-async def test_asking_for_what_happens_anyway_needs_no_word(fields: dict[str, Any]) -> None:
+async def test_field_with_the_default_effect_is_not_noted(fields: dict[str, Any]) -> None:
     async with client_for(FakeEngine(), unknown_fields="reject") as client:
         response = await client.post(CHAT, json={"messages": HI, **fields})
     assert response.status_code == 200, response.text

@@ -65,9 +65,7 @@ def test_plain_and_hashed_keys_open_and_none_is_kept(path: str) -> None:
 
 
 @pytest.mark.item(23)
-def test_of_keys_the_hash_is_kept_and_passed_on_and_nothing_else(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_kept_and_passed_on_as_hashes_only(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_ADMIN_API_KEY", "of-the-environment")
     monkeypatch.setenv("QUIRE_API_KEY", "of-nobody")
     config = with_keys_of_environment(ServerConfig(api_key=("flag-key",), api_key_file=path))

@@ -34,7 +34,7 @@ from tools.quantized_page import EXAMPLES, PAGE, page
 FP8 = CASES["fp8-tensor"]
 
 
-def test_the_page_says_what_the_code_does() -> None:
+def test_page_matches_the_code() -> None:
     assert Path(PAGE).read_text() == page(), "run: python -m tools.quantized_page"
 
 

@@ -37,7 +37,7 @@ def with_list(config: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 @folded("skipped", [[], ["lm_head", "mlp.gate", "model.layers.1"]], ids=["none", "some"])
 @folded("name", WRITERS)
-def test_quantized_head_is_read_whatever_the_list_says(
+def test_quantized_head_is_read_despite_skip_list(
     name: str, skipped: list[str], llama: Path, tmp_path: Path
 ) -> None:
     case = WRITERS[name]

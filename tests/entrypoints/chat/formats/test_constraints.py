@@ -180,7 +180,7 @@ def strict(schemas: dict[str, Any]) -> list[AllowedFunction]:
 @folded("row", ROWS, ids=IDS)
 @settings(derandomize=True, max_examples=4, deadline=None)
 @given(drawn=functions(), is_special=st.booleans())
-def test_what_a_format_writes_is_allowed(row: ToolFormat, drawn: Any, is_special: bool) -> None:
+def test_calls_written_by_a_format_are_allowed(row: ToolFormat, drawn: Any, is_special: bool) -> None:
     schemas, calls = drawn
     special = special_of(row) if is_special else ()
     text = row.write(calls)
@@ -192,7 +192,7 @@ def test_what_a_format_writes_is_allowed(row: ToolFormat, drawn: Any, is_special
 @folded("row", ROWS, ids=IDS)
 @settings(derandomize=True, max_examples=4, deadline=None)
 @given(drawn=functions(), is_special=st.booleans(), at_most_one=st.booleans(), seed=st.integers(0, 2**32))
-def test_what_is_allowed_is_read_as_valid_calls(
+def test_allowed_calls_parse_as_valid_calls(
     row: ToolFormat, drawn: Any, is_special: bool, at_most_one: bool, seed: int
 ) -> None:
     schemas, _ = drawn

@@ -187,7 +187,7 @@ def test_only_a_server_has_ray_bring_replicas(null_model_dir: Path, monkeypatch:
         prepare(by_hand, "headless")
 
 
-def test_without_ray_it_is_said_what_to_install(
+def test_missing_ray_names_the_package_to_install(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "here:1")

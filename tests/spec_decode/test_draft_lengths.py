@@ -75,7 +75,7 @@ def test_tokens_of_in_flight_steps_are_not_drafted() -> None:
     assert choose_lengths([0.9, 0.2], [8, 8], 2, costs, num_ahead=1) == [2, 0]
 
 
-def test_costs_are_learned_and_unseen_widths_hoped_for() -> None:
+def test_costs_are_learned_and_new_widths_tried() -> None:
     costs = learned(lambda width: float(width), [2, 6])
     assert not costs.is_known(1)
     assert costs.is_known(6)

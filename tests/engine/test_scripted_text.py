@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that is made to say a text, token by token: what its caller reads, for each kind of tokenizer."""
+"""Text of an engine with scripted tokens, as its caller reads it, for each kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def speaker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.item(38)
-def test_streamed_and_whole_text_are_what_is_said(speaker: Speaker) -> None:
+def test_streamed_text_equals_whole_text(speaker: Speaker) -> None:
     streamed = speaker.say(speaker.said, RequestOutputKind.DELTA)
     _, whole = speaker.say_once()
     assert len(streamed) == len(speaker.said)

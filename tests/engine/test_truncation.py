@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that are cut, against the tokenizers library's own truncation, which cannot be had for one call alone."""
+"""Truncation of texts, against that of the tokenizers library, which has no option for a single call."""
 
 from __future__ import annotations
 

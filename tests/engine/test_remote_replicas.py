@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that other hosts bring: the same answers, whichever host computes and whichever goes; strangers are told."""
+"""Replicas on other hosts: the same answers on any host and after the loss of one; strangers are refused."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_host_reports_of_its_core_count_as_local(
 
 
 @pytest.mark.more
-def test_a_host_waits_for_a_server_that_is_gone_without_a_word(null_model_dir: Path) -> None:
+def test_host_waits_for_a_server_that_vanished(null_model_dir: Path) -> None:
     port = free_port()
     config = prepare(config_of(null_model_dir, port, scheduler_cls=SLOW), "server")
     other = OtherHost(null_model_dir, port)
@@ -275,7 +275,7 @@ def test_each_host_counts_time_by_its_own_clock() -> None:
         ({}, "offline", r"is 1 of 2: LLM\(\.\.\.\) has replicas of its own host only"),
     ],
 )
-def test_which_host_has_the_server_is_checked(
+def test_host_of_the_server_is_checked(
     args: dict[str, Any], usage: Any, words: str, null_model_dir: Path
 ) -> None:
     with pytest.raises(ConfigError, match=words):

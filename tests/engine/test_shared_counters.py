@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that several processes share."""
+"""Counters that several processes share."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several front ends of one core: each is told what concerns it, whatever becomes of the core or of the others."""
+"""Several front ends of one core: each gets its own outputs and notices, also when the core or another one ends."""
 
 from __future__ import annotations
 

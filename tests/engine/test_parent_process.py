@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However a parent ends, its core ends soon after, and nothing is left of either."""
+"""The core ends soon after its parent, however that ended, and both leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters bring a tokenizer that knows more tokens than the model's, chat templates, neither, or what does not fit."""
+"""Tokenizer contexts of adapters: more tokens than the model's, chat templates, neither, or files that do not fit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that go on from where kept ones ended, as the beams of a search do."""
+"""Requests that continue retained ones, as the beams of a search do."""
 
 import functools
 import random

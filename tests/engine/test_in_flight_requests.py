@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of requests in the core: unique for ever, found by the caller's label."""
+"""In-flight requests of a front end: core ids are unique for ever, and found by the label of the caller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_names_are_unique_and_begin_with_the_label() -> None:
 
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 3), st.integers(0, 5)), max_size=20))
-def test_what_is_in_flight_is_what_was_added_and_has_not_ended(requests: list[tuple[str, int, int]]) -> None:
+def test_in_flight_requests_are_added_and_not_ended(requests: list[tuple[str, int, int]]) -> None:
     """Each request has a label and some sequences, and ends when so many more have come."""
     ids, model = CoreIds(), list[tuple[int, str, list[str]]]()
     for now, (label, num_sequences, duration) in enumerate(requests):

@@ -39,7 +39,7 @@ events: st.SearchStrategy[Any] = st.one_of(
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(st.tuples(events, st.booleans()), max_size=30))
-def test_what_is_taken_in_is_what_is_on_the_device(happened: list[tuple[KVCacheEvent, bool]]) -> None:
+def test_received_deltas_match_the_device_blocks(happened: list[tuple[KVCacheEvent, bool]]) -> None:
     notes, known, there = CacheDeltaBuffer(), CachedPrefixes(0), set[bytes]()
     for event, is_taken in happened:
         notes.note([event])
