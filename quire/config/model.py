@@ -33,10 +33,7 @@ class LoRAConfig(Config):
         choices=("auto", "float32", "float16", "bfloat16", "int8"),
     )
     lora_extra_vocab_size: int = option(
-        256,
-        "Most tokens that an adapter may add to the embedding and the head; 0: none.",
-        ge=0,
-        le=4096,
+        256, "Most tokens that an adapter may add to the embedding and the head; 0: none.", ge=0, le=4096
     )
     default_mm_loras: dict[str, Any] = option(
         {},

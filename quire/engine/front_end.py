@@ -283,10 +283,7 @@ class FrontEnd:
         forget_files()
         check_files(config)
         self.input_processor = InputProcessor(
-            config,
-            self.tokenizer,
-            takes_callables=takes_callables,
-            clock=clock,
+            config, self.tokenizer, takes_callables=takes_callables, clock=clock
         )
         self.output_processor = OutputProcessor(self.tokenizer)
         self._owners = request_owners(self.tokenizer)

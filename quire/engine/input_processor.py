@@ -295,8 +295,7 @@ class InputProcessor:
         self.check_terms(priority, tenant, adapter_request)
         if self.pooling.spec.head_of_adapters and adapter_request is None:
             raise ValidationError(
-                "the model has no head of its own, only its adapters have one: name an adapter",
-                param="model",
+                "the model has no head of its own, only its adapters have one: name an adapter", param="model"
             )
         return EngineCoreRequest(
             request_id=request_id,
@@ -494,6 +493,5 @@ def _check_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise ValidationError(
-                f"{name} has {token_id!r}, but token ids are integers in [0, {vocab_size - 1}]",
-                param=name,
+                f"{name} has {token_id!r}, but token ids are integers in [0, {vocab_size - 1}]", param=name
             )

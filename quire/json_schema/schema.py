@@ -193,8 +193,7 @@ _SCHEMAS = Rule(
     "a list of at least one schema",
 )
 _NAMED_SCHEMAS = Rule(
-    lambda value: isinstance(value, dict) and all(map(_is_schema, value.values())),
-    "an object of schemas",
+    lambda value: isinstance(value, dict) and all(map(_is_schema, value.values())), "an object of schemas"
 )
 _NAMES = Rule(
     lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of names"

@@ -204,11 +204,7 @@ class _Encodings:
         # On a GPU, activations for E4M3 weights are quantized, if the checkpoint specifies it.
         fast = self._scheme.fast and not (whole.kind == "fp8" and any(each.weight_only for each in modules))
         scheme = replace(
-            self._scheme,
-            kind=whole.kind,
-            group_size=whole.group_size,
-            symmetric=whole.symmetric,
-            fast=fast,
+            self._scheme, kind=whole.kind, group_size=whole.group_size, symmetric=whole.symmetric, fast=fast
         )
         if not any(module.codec.reorders for module in modules):
             return Packed(scheme)

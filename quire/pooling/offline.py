@@ -251,12 +251,7 @@ class OfflinePooling(OfflineEngine):
         )
 
     def _by_plugin(
-        self,
-        data: Any,
-        params: PerPrompt,
-        task: str | None,
-        lora_request: LoRARequest | None,
-        use_tqdm: bool,
+        self, data: Any, params: PerPrompt, task: str | None, lora_request: LoRARequest | None, use_tqdm: bool
     ) -> PoolingRequestOutput[Any]:
         if task not in (None, PLUGIN):
             raise ValidationError(f'the task of {{"data": ...}} must be plugin, got {task}', param="task")

@@ -149,11 +149,7 @@ class Pooler(RunnerPart):
     reads_all_tokens = True
 
     def __init__(
-        self,
-        batch: InputBatch,
-        model: LanguageModel,
-        spec: PoolingSpec | None,
-        transfers: Transfers,
+        self, batch: InputBatch, model: LanguageModel, spec: PoolingSpec | None, transfers: Transfers
     ) -> None:
         self._batch = batch
         self._model = model

@@ -81,10 +81,7 @@ def add_version_header(app: FastAPI, server: ServerState) -> None:
 
 
 controls = admin_router()
-PAUSE_QUERY: dict[str, dict[str, Any]] = {
-    "mode": {"enum": [*MODES]},
-    "clear_cache": {"enum": [*FLAGS]},
-}
+PAUSE_QUERY: dict[str, dict[str, Any]] = {"mode": {"enum": [*MODES]}, "clear_cache": {"enum": [*FLAGS]}}
 WORLD_QUERY: dict[str, dict[str, Any]] = {"include_dp": {"enum": [*FLAGS]}}
 
 

@@ -163,11 +163,7 @@ class ModelRunner:
         self._vocab_size = config.arch.vocab_size
         self._slice_size = max(1, device.logits_elements // (self._vocab_size + config.max_added_tokens))
         self.batch = InputBatch(
-            max_num_seqs,
-            max_model_len,
-            tables,
-            rolls_back=kv_config.rolls_back,
-            media=media,
+            max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back, media=media
         )
         if features is None:
             features = worker_features(config, device, stage=stage).values()
@@ -199,14 +195,7 @@ class ModelRunner:
         if not stage.is_last:
             self._sampling = ReceivedSampling(stage)
         context = RunnerContext(
-            model,
-            config,
-            kv_config,
-            self.batch,
-            device,
-            self._samplers.plain,
-            self._slice_size,
-            is_rehearsal,
+            model, config, kv_config, self.batch, device, self._samplers.plain, self._slice_size, is_rehearsal
         )
         self.parts: tuple[RunnerPart, ...] = _parts(features, context) if stage.is_last else ()
         """Parts of features; stages before the last neither sample nor pool."""

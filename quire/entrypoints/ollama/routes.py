@@ -32,12 +32,7 @@ from quire.entrypoints.openai.openapi.operation import Operation, describe, json
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.tenant import READ_HEADERS
-from quire.entrypoints.openai.translation import (
-    check_translated,
-    given,
-    note_ignored,
-    respond_translated,
-)
+from quire.entrypoints.openai.translation import check_translated, given, note_ignored, respond_translated
 from quire.errors import ValidationError
 
 CHAT_NAMES = {
@@ -175,11 +170,7 @@ NOTHING_TO_SAY = [{"role": "user", "content": ""}]
 @router.post("/api/chat")
 @describe(
     Operation(
-        body=(ChatRequest,),
-        reply=Line,
-        stream=json_lines(Line),
-        errors=(404, 504),
-        headers=READ_HEADERS,
+        body=(ChatRequest,), reply=Line, stream=json_lines(Line), errors=(404, 504), headers=READ_HEADERS
     )
 )
 async def chat(request: Request) -> Response:
@@ -191,11 +182,7 @@ async def chat(request: Request) -> Response:
 @router.post("/api/generate")
 @describe(
     Operation(
-        body=(GenerateRequest,),
-        reply=Line,
-        stream=json_lines(Line),
-        errors=(404, 504),
-        headers=READ_HEADERS,
+        body=(GenerateRequest,), reply=Line, stream=json_lines(Line), errors=(404, 504), headers=READ_HEADERS
     )
 )
 async def generate(request: Request) -> Response:

@@ -368,11 +368,7 @@ class Connection(H11Protocol):
         is_known = self.conn.their_state is h11.SEND_BODY  # otherwise the request's path is unknown
         scope = self.scope if is_known else {"path": ""}
         body = shaped_error(error_body(message, "RequestTimeoutError", 408), 408, scope)
-        headers = [
-            (b"content-type", b"application/json"),
-            *id_headers(scope),
-            (b"connection", b"close"),
-        ]
+        headers = [(b"content-type", b"application/json"), *id_headers(scope), (b"connection", b"close")]
         head = h11.Response(status_code=408, headers=headers, reason=STATUS_PHRASES[408])
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")

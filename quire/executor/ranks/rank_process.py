@@ -59,13 +59,7 @@ class RankProcess:
     """One worker, with connections to the executor and to the other ranks."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        rank: int,
-        wire: RankWire,
-        *,
-        address: str,
-        directory: Path,
+        self, config: EngineConfig, rank: int, wire: RankWire, *, address: str, directory: Path
     ) -> None:
         """`address` is this host's, as all ranks reach it; `directory` is shared by its ranks."""
         self._config, self._rank, self._size = config, rank, config.parallel.num_ranks

@@ -41,12 +41,7 @@ def rotary_embedding(
 
 
 def write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    scales: Tensor | None = None,
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scales: Tensor | None = None
 ) -> None:
     op = "write_kv"
     code = dtype_code(op, "k", k)

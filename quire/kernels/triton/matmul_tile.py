@@ -17,14 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.linear import PackedWeight, QuantizedRows
-from quire.kernels.triton.codes import (
-    STEP,
-    code_tile,
-    has_own_matmul,
-    in_words,
-    matmul_options,
-    nibble_tile,
-)
+from quire.kernels.triton.codes import STEP, code_tile, has_own_matmul, in_words, matmul_options, nibble_tile
 from quire.kernels.triton.quantize import PRECISE, quantize_rows
 
 BLOCK_M, BLOCK_N = 64, 128

@@ -33,11 +33,7 @@ from quire.models.families.fields import (
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import FULL, SLIDING, read_rope, with_kind_renamed
 
-_BLOOM_KEYS = {
-    "hidden_size": "n_embed",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-}
+_BLOOM_KEYS = {"hidden_size": "n_embed", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 _BLOOM_NAMES = {
     "model": "transformer",
     "embed_tokens": "word_embeddings",

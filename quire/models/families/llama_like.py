@@ -331,10 +331,7 @@ def read_apertus(architecture: str, config: JsonObject) -> ModelArch:
     """Apertus (2025, arXiv:2509.14233): xIELU in an MLP without a gate, norms of q and k."""
     config.only("post_norm", False)
     config.only("qk_norm", True)
-    renamed = {
-        "input_layernorm": "attention_layernorm",
-        "post_attention_layernorm": "feedforward_layernorm",
-    }
+    renamed = {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}
     return read_llama(
         architecture,
         config,

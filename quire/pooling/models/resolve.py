@@ -35,11 +35,7 @@ from quire.pooling.models.heads import (
     head_of_tokens,
     with_vocabulary_head,
 )
-from quire.pooling.models.sentence_transformers import (
-    ANSWER,
-    SentenceTransformer,
-    read_sentence_transformer,
-)
+from quire.pooling.models.sentence_transformers import ANSWER, SentenceTransformer, read_sentence_transformer
 from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED, PoolingParams
 
 _FORMS = {"embed": "Model", "classify": "ForSequenceClassification", "reward": "ForTokenClassification"}
@@ -355,10 +351,7 @@ def _embedder(
     return spec, f"from {layout.pooling_file}"
 
 
-_TOKEN_HEADS = {
-    "sparse_linear": (TOKEN_CLASSIFY, 1, "relu"),
-    "colbert_linear": (TOKEN_EMBED, 0, "identity"),
-}
+_TOKEN_HEADS = {"sparse_linear": (TOKEN_CLASSIFY, 1, "relu"), "colbert_linear": (TOKEN_EMBED, 0, "identity")}
 """BGE-M3's heads (Chen et al., 2024, arXiv:2402.03216): folder -> task, size (0: hidden size), activation."""
 
 

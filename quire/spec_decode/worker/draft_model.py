@@ -28,13 +28,7 @@ from quire.layers.states import StateCache
 from quire.models.base import CausalLM
 from quire.scheduler.output import NewRequestData
 from quire.spec_decode.drafter import MODEL_KEYS, Draft, Text
-from quire.spec_decode.worker.proposer import (
-    ModelProposer,
-    Rows,
-    last_of_each,
-    layout_of,
-    without_media,
-)
+from quire.spec_decode.worker.proposer import ModelProposer, Rows, last_of_each, layout_of, without_media
 from quire.worker.inputs import StepInputs
 
 

@@ -110,8 +110,7 @@ class ResponseTools:
         client = ClientTool(tool["name"], namespace, tool["type"] == "custom")
         if namespace is not None and (client.name, namespace) in self._names:
             raise ValidationError(
-                f"{place}.name {client.name!r:.80} is already used in this namespace",
-                param=f"{place}.name",
+                f"{place}.name {client.name!r:.80} is already used in this namespace", param=f"{place}.name"
             )
         shown = client.name if namespace is None else self._unused(_joined(client.name, namespace))
         self._shown.setdefault(shown, client)
