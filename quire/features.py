@@ -5,7 +5,7 @@ A row is all that the core knows of a feature's class.
 """
 
 START_FEATURES = {
-    "pooling": "quire.pooling.models.start:PoolingStart",
+    "pooling": "quire.pooling.models.resolve:PoolingStart",
     "structured_output": "quire.structured_output.request_constraints:GrammarStart",
     "spec_decode": "quire.spec_decode.start:DraftingStart",
     "lora": "quire.lora.start:LoRAStart",
