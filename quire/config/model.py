@@ -95,7 +95,7 @@ class ModelConfig(Config):
 
     model: str = option(
         DEMO_MODEL,
-        "Directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or a toy in the box: quire-demo, "
+        "Directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or an included toy: quire-demo, "
         "or that with -vision, -embed or -draft.",
     )
     tokenizer: str | None = option(None, "Directory or id of the tokenizer; default: the model's own.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model in the box that sees: transformers' tokens, one answer at every door, and what it is worth."""
+"""The included model that sees: transformers' tokens, one answer at every door, and what it is worth."""
 
 from __future__ import annotations
 
