@@ -71,7 +71,7 @@ class ProxiedEngine:
     def note(self, *, is_healthy: bool, reason: str = "") -> None:
         """Record whether the engine works; a change is logged."""
         if is_healthy != self.is_healthy:
-            logger.warning("%s %s", self.url, "works again" if is_healthy else f"is left out: {reason}")
+            logger.warning("%s %s", self.url, "works again" if is_healthy else f"is not used: {reason}")
         self.is_healthy = is_healthy
 
     async def probe(self) -> None:

@@ -182,7 +182,7 @@ class DeviceGroup(Group):
     def all_gather(self, x: Tensor) -> list[Tensor]:
         if not self._is_of_device(x):
             return self._group.all_gather(x)
-        self.check_nobody_lost()
+        self.check_all_alive()
         every = x.new_empty((self.size, *x.shape))
         if x.numel():
             with self._losses(rank for rank in range(self.size) if rank != self.rank):
@@ -198,7 +198,7 @@ class DeviceGroup(Group):
             self._group.send(x, to)
             return
         self.check_peer(to)
-        self.check_nobody_lost()
+        self.check_all_alive()
         with self._losses([to]):
             self._transport.send(_as_bytes(x.contiguous()), to)
 
@@ -207,7 +207,7 @@ class DeviceGroup(Group):
             self._group.recv(out, source)
             return
         self.check_peer(source)
-        self.check_nobody_lost()
+        self.check_all_alive()
         with self._losses([source]):
             self._transport.recv_into(_as_bytes(out), source)
 
@@ -219,7 +219,7 @@ class DeviceGroup(Group):
     def why_not_captured(self) -> str | None:
         return None
 
-    def check_nobody_lost(self) -> None:
+    def check_all_alive(self) -> None:
         if self._watch.lost is not None:
             rank, how = self._watch.lost
             raise self.lost_error([rank], f"its process {how}")
@@ -241,7 +241,7 @@ class DeviceGroup(Group):
                     self._transport.send(own, self.rank + 1)
                 every[-1:].cpu()  # waits for the device
         except RuntimeError as error:
-            self.check_nobody_lost()
+            self.check_all_alive()
             raise StartupError(
                 f"the ranks' devices cannot be connected: {str(error).splitlines()[0]}"
             ) from error
@@ -255,7 +255,7 @@ class DeviceGroup(Group):
         try:
             yield
         except RuntimeError as error:
-            self.check_nobody_lost()
+            self.check_all_alive()
             raise self.lost_error(peers, str(error).splitlines()[0]) from error
 
 

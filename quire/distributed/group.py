@@ -61,7 +61,7 @@ class Group(ABC):
         """Return why communication cannot be part of a CUDA graph or a recorded kernel graph; None if it can."""
         return "communication between ranks uses system calls"
 
-    def check_nobody_lost(self) -> None:
+    def check_all_alive(self) -> None:
         """Raise RankLostError if a rank was lost, which makes the device's later results invalid."""
         return None
 

@@ -188,7 +188,9 @@ class OwnCores(Cores):
         client = self.clients[core]
         self._was_ready = was_ready
         if isinstance(client, RemoteReplicaClient) and not isinstance(error, StartupError):
-            logger.error("%s; %d requests resume elsewhere, or when it is back", error, len(in_flight))
+            logger.error(
+                "%s; %d requests resume on another core, or on the restarted one", error, len(in_flight)
+            )
             return self._supervisor.left(in_flight.keys(), requests_in_work(client, in_flight), elsewhere)
         cannot_start = isinstance(error, StartupError) and not was_ready
         if cannot_start and (which := self._which(core)):

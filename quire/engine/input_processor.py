@@ -416,8 +416,8 @@ class InputProcessor:
         own = params.logits_processors
         if own and not self._takes_callables:
             raise ValidationError(
-                "logits_processors are callables, and the engine core is another process, where they cannot go; "
-                "--logits-processors names classes that it imports itself",
+                "logits_processors are callables, which cannot be sent to the engine core's process: name classes with "
+                "--logits-processors, which it imports",
                 param="logits_processors",
             )
         if own and self.config.observability.record_trace:

@@ -82,9 +82,9 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         chosen += found.choices
         max_seq_length = found.max_seq_length or max_seq_length
     if config.device.device == "auto":
-        config = _settled(config, AutomaticValue("device", *choose_device()))
+        config = _with_logged_value(config, AutomaticValue("device", *choose_device()))
     for choice in [*_choose_whole_texts(config), *choose_number_of_nodes(config)]:
-        config = _settled(config, choice)
+        config = _with_logged_value(config, choice)
     choices = [
         *chosen,
         choose_quantization(config),
@@ -99,9 +99,9 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         *_choose_speech(config),
     ]
     for choice in filter(None, choices):
-        config = _settled(config, choice)
+        config = _with_logged_value(config, choice)
     for choice in _choose_rounds(config, usage):
-        config = _settled(config, choice)
+        config = _with_logged_value(config, choice)
     config.scheduler.check()
     _check_whole_texts(config)
     config.cache.check()
@@ -165,7 +165,7 @@ def _check_load_format(config: EngineConfig, model_dir: Path) -> None:
         raise ConfigError(f"--load-format is {asked}, but {model_dir} is a model in {found}")
 
 
-def _settled(config: EngineConfig, choice: AutomaticValue) -> EngineConfig:
+def _with_logged_value(config: EngineConfig, choice: AutomaticValue) -> EngineConfig:
     logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
     return config.evolve(**{choice.field: choice.value})
 

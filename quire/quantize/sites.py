@@ -19,7 +19,7 @@ from quire.quantize.grid import AUTO, GROUP_SIZES, IntegerGrid
 _FEWEST_OUTPUTS = 16
 """Least outputs to quantize: a gate of a few saves nothing, and other engines want it in floats."""
 _ROUND_BYTES = 2 * 2**30
-_MOST_TOLD = 4
+_MOST_NAMED = 4
 _PRODUCTS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 """Activations of a gated MLP whose output is proportional to up."""
 
@@ -105,9 +105,9 @@ def check_groups(sites: Sequence[QuantizationSite], grid: IntegerGrid) -> None:
     """Raise ConfigError if the inputs of some layers are not a whole number of groups."""
     wrong = [site for site in sites if site.layer.inputs % grid.group_size]
     if wrong:
-        told = ", ".join(f"{site.modules[0]} ({site.layer.inputs} inputs)" for site in wrong[:_MOST_TOLD])
-        more = f" and {len(wrong) - _MOST_TOLD} more" if len(wrong) > _MOST_TOLD else ""
-        raise ConfigError(f"--group-size {grid.group_size} does not divide {told}{more}")
+        named = ", ".join(f"{site.modules[0]} ({site.layer.inputs} inputs)" for site in wrong[:_MOST_NAMED])
+        more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        raise ConfigError(f"--group-size {grid.group_size} does not divide {named}{more}")
 
 
 def rounds(sites: Sequence[QuantizationSite]) -> Iterator[list[QuantizationSite]]:

@@ -196,7 +196,7 @@ def test_the_log_says_why_an_engine_is_left_out(caplog: pytest.LogCaptureFixture
         prefill.breaks = "body"
         assert post(url).status_code == 200
     reason = "it closed the connection before its reply was complete"
-    assert f"{prefill.url} is left out: {prefill.url}: {reason}" in caplog.text
+    assert f"{prefill.url} is not used: {prefill.url}: {reason}" in caplog.text
 
 
 def test_a_slow_engine_is_left() -> None:

@@ -83,13 +83,13 @@ def test_rank_lost_during_a_device_wait_is_named() -> None:
     """Whoever waits goes on when the watch has broken off, and whatever it has then is refused."""
     silent: dict[int, str] = {}
     first, second = device_ranks(2, silent=silent)
-    first.check_nobody_lost()
+    first.check_all_alive()
     silent[1] = ENDED
     with pytest.raises(RankLostError, match=f"rank 1 is lost.*its process {ENDED}") as found:
         first.all_gather(torch.zeros(3))
     assert found.value.ranks == [1]
     with pytest.raises(RankLostError, match="rank 1 is lost"):
-        first.check_nobody_lost()
+        first.check_all_alive()
     first.close()
     second.close()
     assert not first._transport.is_open

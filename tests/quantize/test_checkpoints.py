@@ -187,8 +187,8 @@ def test_mistakes_are_reported_and_leave_no_files(
         ),
         ({"method": "magic"}, "--method must be one of rtn, gptq, awq, awq-gptq"),
         ({"method": "gptq", "calibration": empty}, "holds no text"),
-        ({"calibration": empty}, "--calibration means nothing with --method rtn"),
-        ({"act_order": False}, "--act-order means nothing"),
+        ({"calibration": empty}, "--calibration has no effect with --method rtn"),
+        ({"act_order": False}, "--act-order has no effect"),
     ):
         with pytest.raises(ConfigError, match=match):
             quantized(**({"model": llama, "output": tmp_path / "q"} | wrong))

@@ -234,7 +234,7 @@ class Connection(H11Protocol):
         if num_extra > MAX_EXTRA:
             transport.abort()
         elif num_extra > 0:
-            self.app, self._read_timeout = self._come_later, min(EXTRA_READ_S, self._read_timeout)
+            self.app, self._read_timeout = self._refuse_excess, min(EXTRA_READ_S, self._read_timeout)
         self._watch_reading()
 
     def data_received(self, data: bytes) -> None:
@@ -384,7 +384,7 @@ class Connection(H11Protocol):
             offer_body(scope, self.cycle)
         await self._application(scope, receive, send)
 
-    async def _come_later(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse_excess(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a connection beyond the limit with 503."""
         message = f"the server has {self._max_connections} connections, which is its limit; try again later"
         await _refuse(UnavailableError(message), scope, receive, send)

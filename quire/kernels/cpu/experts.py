@@ -195,12 +195,12 @@ def _checked(of: ExpertWeights) -> NativeExperts:
 
 def _alike(name: str, matrices: tuple[PackedWeight, ...], count: int) -> NativeWeight:
     """Return the kernel arguments of the weights, which must have the same sizes and format."""
-    told = [matrix.native or checked("experts", matrix) for matrix in matrices]
-    if len(told) != count or any(
-        (each.sizes, each.format) != (told[0].sizes, told[0].format) for each in told
+    natives = [matrix.native or checked("experts", matrix) for matrix in matrices]
+    if len(natives) != count or any(
+        (each.sizes, each.format) != (natives[0].sizes, natives[0].format) for each in natives
     ):
         raise ValueError(f"experts: {name} must be {count} matrices of one shape and format")
-    return told[0]
+    return natives[0]
 
 
 def _addresses(

@@ -104,7 +104,7 @@ def embedding_scale(module: nn.Embedding) -> float | None:
     rows = like(ids[None])[0]
     scale = float((rows[0, 0] / table[0, 0]).item())
     if not _agree(rows, table * scale):
-        raise ValueError("its rows are not its table's rows times a number")
+        raise ValueError("its embedding does not return rows of its table times one factor")
     return None if scale == 1.0 else scale
 
 
