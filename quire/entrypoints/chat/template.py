@@ -216,7 +216,7 @@ class ChatTemplate(TemplateProbes):
         role = self._aliases.get(role, role)
         if role in ROLES and role not in self._reads_name:
             message = {"role": role, "content": "x"}
-            self._reads_name[role] = self._tells_apart(message, {**message, "name": PROBE})
+            self._reads_name[role] = self._distinguishes(message, {**message, "name": PROBE})
         return self._reads_name.get(role, True)
 
     def takes_first(self, role: str) -> bool:
