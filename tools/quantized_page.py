@@ -67,7 +67,8 @@ Speed: matmuls of half a billion parameters in the fast mode, relative to bfloat
 `--quantization int4` has {int4[0]:.2f} and {int4[1]:.2f}.
 """
 
-NOTES = """ The tensors in the files decide which modules are quantized, the output head included; the config says how.
+NOTES = """
+The tensors in the files decide which modules are quantized, the output head included; the config says how.
 A module that the config excludes (`ignore`, `modules_to_not_convert`, `dynamic` and others) is read as quantized if it
 is stored so, and a module stored in floats stays in floats. Without files (`--load-format dummy`) names in such lists
 match as in transformers: the start of a module's name up to a dot, a regular expression, or its end. Layers may differ
