@@ -55,7 +55,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo 'make install   create $(VENV) with quire and its development tools (PYTHON=/path/to/python3.x to choose);'
 	@echo '               KERNELS=native|all EXTRAS= (without the tools) TORCH_INDEX=https://download.pytorch.org/whl/cpu'
-	@echo 'make serve     serve a model: PORT=$(PORT) HOST= MODEL= (the model in the box if empty) ARGS='
+	@echo 'make serve     serve a model: PORT=$(PORT) HOST= MODEL= (the included model if empty) ARGS='
 	@echo 'make lint      ruff, mypy, the import contracts, the line budgets and the style of names and docstrings'
 	@echo 'make test      install, lint, and every quick test, by WORKERS=$(WORKERS) at a time'
 	@echo 'make test-more the slower tests, and the kernels as other processors would run them'

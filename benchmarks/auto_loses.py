@@ -4,7 +4,7 @@
     python -m benchmarks.auto_loses [--quantization int8] [--num-tokens 128] [--num-rounds 5] [--batch-sizes 1 8]
 
 Two ways to guess: `auto`; and a drafter all of whose guesses are wrong (`recorded`, at a rate of 0), which is to be
-found out. Of the model in the box, whose steps take half a millisecond, on questions that it answers; and of a model of
+found out. Of the included model, whose steps take half a millisecond, on questions that it answers; and of a model of
 the shape of `models/dummy-0.5b`, whose random text has nothing to be guessed. Each cell has the median of the rounds'
 ratios, and the lowest and highest one; in the first round, which is not counted, engines learn what pays.
 """
@@ -58,7 +58,7 @@ def cell(found: Sequence[float]) -> str:
 
 
 def answering(batch_size: int, num_tokens: int) -> Generate:
-    """Questions that the model in the box was made for; every round has others."""
+    """Questions that the included model was made for; every round has others."""
     asked = [one.messages for one in cases(11, 0) if not one.tools]
     draw = random.Random(1)
     draw.shuffle(asked)

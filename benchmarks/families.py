@@ -33,10 +33,10 @@ from quire.kernels import cpu
 from quire.models import loader
 from quire.models.built_in import BUILT_IN
 from quire.models.checkpoint import read_model_config
-from quire.models.page import PAGE, SPEEDS, models_page
 from quire.models.registry import ModelRegistry
 from tests.fixtures.kinds import MODELS
 from tests.fixtures.tiny_models import write_tiny_model
+from tools.models_page import PAGE, SPEEDS, models_page
 
 PARAMETERS = 5e8
 PROMPT, NUM_DECODED = 512, 16

@@ -30,7 +30,7 @@ from quire.entrypoints.cli.doctor import cpu_model
 from quire.kernels import cpu, ops
 from quire.kernels.cpu.arena import on_huge_pages
 from quire.kernels.linear import FLOAT, FusedActivation, PackedWeight, RowQuantization, WeightScheme
-from quire.models.quantized.page import PAGE, SPEEDS, kept_forms, page, rounded_forms
+from tools.quantized_page import PAGE, SPEEDS, kept_forms, page, rounded_forms
 
 FLOATS = "floats"
 COLD_BYTES = 96 * 2**20

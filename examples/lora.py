@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model, three manners, in one batch: the model in the box, alone and with each of its adapters.
+"""One model, three manners, in one batch: the included model, alone and with each of its adapters.
 
 python examples/lora.py "What is the capital of Japan?"
 """

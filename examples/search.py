@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search, rerank and answer, with the two models in the box.
+"""Search, rerank and answer, with the two included models.
 
     python examples/search.py "Which city is France's capital?"
 

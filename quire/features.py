@@ -5,8 +5,8 @@ A row is all that the core knows of a feature's class.
 """
 
 START_FEATURES = {
-    "pooling": "quire.pooling.models.start:PoolingStart",
-    "structured_output": "quire.structured_output.start:GrammarStart",
+    "pooling": "quire.pooling.models.resolve:PoolingStart",
+    "structured_output": "quire.structured_output.request_constraints:GrammarStart",
     "spec_decode": "quire.spec_decode.start:DraftingStart",
     "lora": "quire.lora.start:LoRAStart",
 }
@@ -113,10 +113,10 @@ POOLING_MODEL = "quire.pooling.models.model:PoolingModel"
 ADAPTER_TOKENIZER = "quire.lora.tokenizer:adapter_context"
 """Reader of the tokenizer that an adapter brings (`quire.engine.tokenizer_cache`)."""
 
-ADAPTER_CONTENTS = "quire.lora.contents:LoRAContents"
+ADAPTER_CONTENTS = "quire.lora.request_adapters:LoRAContents"
 """Digests of adapters' contents (`quire.engine.front_end`)."""
 
-MEDIA_ADAPTERS = "quire.lora.media_adapters:MediaAdapters"
+MEDIA_ADAPTERS = "quire.lora.request_adapters:MediaAdapters"
 """Choice of the adapters that prompts with media imply (`quire.engine.front_end`)."""
 
 PARKED_WEIGHTS = "quire.sleep.parked_weights:ParkedWeights"

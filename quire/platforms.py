@@ -80,7 +80,7 @@ def _torch_builds(torch_dir: Path) -> set[str]:
     return {match[1] for match in re.finditer(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]", text, re.MULTILINE)}
 
 
-class Node(NamedTuple):
+class NumaNode(NamedTuple):
     """NUMA node, with the processors of each physical core that this process may use."""
 
     number: int
@@ -129,13 +129,13 @@ class Host:
             cores.setdefault(self._core_of(cpu), []).append(cpu)
         return [tuple(cpus) for cpus in cores.values()]
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[NumaNode]:
         """Return the NUMA nodes of these cores; a single one if the system reports none."""
         number_of = dict(self._numbers_of_nodes())
         nodes: dict[int, list[tuple[int, ...]]] = {}
         for core in self.cores():
             nodes.setdefault(number_of.get(core[0], 0), []).append(core)
-        return [Node(number, nodes[number]) for number in sorted(nodes)]
+        return [NumaNode(number, nodes[number]) for number in sorted(nodes)]
 
     def node_bytes(self, number: int) -> int | None:
         """Return the memory of a NUMA node; None if unknown."""
@@ -248,7 +248,7 @@ T = TypeVar("T")
 Core = tuple[int, ...]  # Processors of a physical core.
 
 
-def divide_cores(nodes: Sequence[Node], num: int) -> list[list[Core]]:
+def divide_cores(nodes: Sequence[NumaNode], num: int) -> list[list[Core]]:
     """Divide the cores into `num` nearly equal parts, in node order.
 
     If the parts can be spread evenly over the nodes, each has cores of a single node; with more nodes than parts, each
@@ -260,7 +260,7 @@ def divide_cores(nodes: Sequence[Node], num: int) -> list[list[Core]]:
     return [part for node in nodes for part in _parts(node.cores, per_node)]
 
 
-def nodes_of(cores: Sequence[Core], nodes: Sequence[Node]) -> list[int]:
+def nodes_of(cores: Sequence[Core], nodes: Sequence[NumaNode]) -> list[int]:
     """Return the numbers of the nodes with these cores."""
     return [node.number for node in nodes if set(cores).intersection(node.cores)]
 

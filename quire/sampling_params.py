@@ -303,8 +303,7 @@ class SamplingParams(
             "stop_token_ids", tuple(dict.fromkeys(_as_tuple("stop_token_ids", self.stop_token_ids, int)))
         )
         self._set(
-            "shown_special_token_ids",
-            _as_tuple("shown_special_token_ids", self.shown_special_token_ids, int),
+            "shown_special_token_ids", _as_tuple("shown_special_token_ids", self.shown_special_token_ids, int)
         )
         if self.seed == -1:
             self._set("seed", None)

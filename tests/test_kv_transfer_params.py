@@ -79,7 +79,7 @@ def test_the_params_of_an_offer_are_those_of_a_pull() -> None:
         (PULL | {"remote_block_ids": [[]] * (2**17 + 1)}, "131072 are allowed"),
     ],
 )
-def test_hostile_params_are_refused_in_words(params: Any, message: str) -> None:
+def test_hostile_params_are_refused_with_a_message(params: Any, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         read_transfer(params, SETTINGS)
 
@@ -132,7 +132,7 @@ def test_any_params_are_read_or_refused(changes: dict[str, Any], base: dict[str,
         ({"kv_connector_extra_config": {"peers": ["h:1"] * 257}}, "at most 256"),
     ],
 )
-def test_impossible_configs_are_refused_in_words(changes: dict[str, Any], message: str) -> None:
+def test_impossible_configs_are_refused_with_a_message(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_transfer_config(BOTH | changes)
 

@@ -38,7 +38,7 @@ def test_a_clone_differs_and_is_checked() -> None:
         params.clone(top_p=2.0)
 
 
-def test_it_crosses_the_wire_unchanged() -> None:
+def test_params_cross_the_wire_unchanged() -> None:
     params = SamplingParams(
         stop=["a", "b"],
         stop_token_ids=[1, 1, 2],

@@ -27,7 +27,7 @@ def test_listen_unix_replaces_a_dead_socket(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["in use", "a file", "no directory", "too long"])
-def test_listen_refuses_a_path_in_words(tmp_path: Path, kind: str) -> None:
+def test_listen_refuses_a_path_with_a_message(tmp_path: Path, kind: str) -> None:
     path = tmp_path / {"no directory": "none/s", "too long": "s" * 120}.get(kind, "s")
     holder = listen_unix(str(path)) if kind == "in use" else None
     if kind == "a file":

@@ -125,7 +125,7 @@ def all_launches(*, every_shape: bool = True) -> Iterator[Launch]:
 
 
 def _rowwise(shape: Shape) -> Iterator[Launch]:
-    from quire.kernels.triton import copies, elementwise
+    from quire.kernels.triton import batch, elementwise
 
     x, gated, weight = empty(5, shape.hidden), empty(5, 2 * shape.intermediate), empty(shape.hidden)
     ids = empty(5, dtype=torch.int64)
@@ -146,7 +146,7 @@ def _rowwise(shape: Shape) -> Iterator[Launch]:
     yield f"{shape.name}: gelu_and_mul_fp8, tanh", lambda: elementwise.gelu_and_mul_fp8(gated, "tanh")
     yield f"{shape.name}: embedding", lambda: elementwise.embedding(ids, empty(shape.vocab, shape.hidden))
     pairs, blocks = empty(3, 2, dtype=torch.int64), empty(9, 2, 16, 64)
-    yield f"{shape.name}: copy_blocks", lambda: copies.copy_blocks(blocks, blocks, pairs)
+    yield f"{shape.name}: copy_blocks", lambda: batch.copy_blocks(blocks, blocks, pairs)
 
 
 def _attention(shape: Shape, cache_dtype: torch.dtype = torch.bfloat16) -> Iterator[Launch]:

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "linear_int.h"
-#include "lora.h"
+#include "low_rank.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 

@@ -33,7 +33,7 @@ int64_t rounded_linear(void* out, const void* x, const void* data, const void* s
                        void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
                        int64_t group, int64_t scales_type, int64_t zeros_type, float lowest, float bound, float scale,
                        float zero, int64_t asymmetric);
-int64_t lora_linear(void* out, const void* x, const int32_t* adapter_rows, const void* adapters, void* scratch,
+int64_t low_rank_linear(void* out, const void* x, const int32_t* adapter_rows, const void* adapters, void* scratch,
                     int64_t scratch_bytes, int64_t rows);
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table,
                 const int32_t* adapter_rows, const void* adapters, void* scratch, int64_t scratch_bytes, int64_t tokens,
@@ -195,7 +195,7 @@ const Kernel kernels[] = {
     QUIRE_ROW(rotary_embedding),
     QUIRE_ROW(pack_weight),
     QUIRE_ROW(packed_embedding),
-    QUIRE_ROW(lora_linear),
+    QUIRE_ROW(low_rank_linear),
     QUIRE_ROW(add_choices),
     QUIRE_ROW(route),
     QUIRE_ROW(causal_conv),

@@ -22,7 +22,7 @@ import msgspec
 
 from quire.batch.client import Ask, BatchResponse
 from quire.batch.line_file import LineFile, drop_lines, lock, opened_lines, partial_of, put_in_place
-from quire.batch.summary import Counts
+from quire.batch.summary import RunCounts
 from quire.entrypoints.openai.parsing import parse_json
 from quire.errors import ClientError, PayloadTooLargeError, ValidationError
 from quire.progress import Progress
@@ -38,7 +38,7 @@ Call = tuple[str, bytes]  # URL and body of a request.
 
 
 @dataclass
-class Earlier:
+class EarlierAnswers:
     """Answers of earlier runs: their number by custom_id (None: lines without one), and how many are errors."""
 
     ids: Counter[str | None]
@@ -93,7 +93,7 @@ class LineReader:
         max_bytes: limit of a line.
     """
 
-    def __init__(self, earlier: Earlier, counts: Counts, *, seed: int, max_bytes: int) -> None:
+    def __init__(self, earlier: EarlierAnswers, counts: RunCounts, *, seed: int, max_bytes: int) -> None:
         self._answered = earlier.ids
         self._counts = counts
         self._seed, self._max_bytes = seed, max_bytes
@@ -164,7 +164,7 @@ async def answer_line(ask: Ask, line: InputLine) -> OutputLine:
 class AnswerLines:
     """Writer of answers that counts them."""
 
-    def __init__(self, out: LineFile, counts: Counts, progress: Progress) -> None:
+    def __init__(self, out: LineFile, counts: RunCounts, progress: Progress) -> None:
         self._out, self._counts, self._progress = out, counts, progress
 
     def write(self, answer: OutputLine) -> None:
@@ -220,7 +220,7 @@ def _digest(text: str) -> bytes:
 @contextmanager
 def opened_output(
     path: Path, *, overwrite: bool = False, retry_failed: bool = False
-) -> Iterator[tuple[LineFile, Earlier]]:
+) -> Iterator[tuple[LineFile, EarlierAnswers]]:
     """Open the output file behind its answers, and count these.
 
     Args:
@@ -234,7 +234,7 @@ def opened_output(
     """
     if path.exists() and not path.is_file():  # a device or a pipe, which stores nothing
         with open(path, "wb", buffering=0) as out:
-            yield LineFile(out), Earlier(Counter())
+            yield LineFile(out), EarlierAnswers(Counter())
         return
     path, partial = path.resolve(), partial_of(path.resolve())
     is_beside = partial.exists() or (overwrite and path.exists() and path.stat().st_size > 0)
@@ -257,13 +257,13 @@ def opened_output(
 
 
 @contextmanager
-def opened_stream(out: BinaryIO) -> Iterator[tuple[LineFile, Earlier]]:
+def opened_stream(out: BinaryIO) -> Iterator[tuple[LineFile, EarlierAnswers]]:
     """Return a stream, such as standard output, as an output without earlier answers."""
-    yield LineFile(out), Earlier(Counter())
+    yield LineFile(out), EarlierAnswers(Counter())
 
 
-def _earlier(lines: LineFile) -> Earlier:
-    earlier = Earlier(Counter())
+def _earlier(lines: LineFile) -> EarlierAnswers:
+    earlier = EarlierAnswers(Counter())
     for number, (_, line) in enumerate(lines.read(), 1):
         try:
             written = _written.decode(line)

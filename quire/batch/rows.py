@@ -16,7 +16,7 @@ from quire.batch.client import Ask, BatchResponse
 from quire.batch.journal import FAULTY, Journal, JournalEntry, digest_of, opened_journal, write_journal
 from quire.batch.line_file import lock, partial_of
 from quire.batch.lines import seed_of
-from quire.batch.summary import Counts
+from quire.batch.summary import RunCounts
 from quire.batch.tables import Cells, TableFile, TableRow, added_names
 from quire.batch.template import PromptTemplate
 from quire.errors import ConfigError, ValidationError
@@ -157,7 +157,7 @@ class RowRun:
 
     def __init__(self, job: RowJob, table: TableFile, journal: Journal) -> None:
         self._job, self._table, self._journal = job, table, journal
-        self.counts = Counts(num_failed=journal.num_failed)
+        self.counts = RunCounts(num_failed=journal.num_failed)
         self.num_rows = 0
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ EXIT_ERRORS = 3  # Exit code of a run that answered everything, some of it with 
 
 
 @dataclass
-class Counts:
+class RunCounts:
     """Inputs of a run: answered, answered with an error (of any run), and skipped because an earlier run answered."""
 
     num_answered: int = 0

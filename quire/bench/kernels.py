@@ -17,7 +17,7 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from quire.bench.workload import Case, percentile
+from quire.bench.workload import KernelCase, percentile
 from quire.errors import ConfigError
 from quire.kernels import cpu, ops
 from quire.kernels.attention_metadata import AttentionMetadata
@@ -47,7 +47,7 @@ BATCHES = (1, 16)
 PROMPTS = (512, 2048)
 
 
-def attention_cases() -> Iterator[Case]:
+def attention_cases() -> Iterator[KernelCase]:
     """Yield decode steps of some batches and contexts, then prefills, for all cache types."""
     for shape in SHAPES:
         for name, dtype in DTYPES.items():
@@ -60,7 +60,7 @@ def attention_cases() -> Iterator[Case]:
 
 def attention_case(
     name: str, shape: AttentionShape, dtype: torch.dtype, batch: int, queries: int, context: int
-) -> Case:
+) -> KernelCase:
     """Return a case with equally many queries and cached tokens, queries included, for all requests."""
     blocks_each = -(-context // _BLOCK_SIZE)
     stored = shape.size + (4 if dtype == torch.int8 else 0)
@@ -71,7 +71,7 @@ def attention_case(
     turn = cycle([_metadata(table, queries, context) for table in order.view(turns, batch, blocks_each)])
     q = torch.randn(batch * queries, shape.q_heads, shape.size)
     pairs = batch * sum(range(context - queries + 1, context + 1))
-    return Case(
+    return KernelCase(
         name=name,
         rows=batch * queries,
         run=lambda: ops.paged_attention(q, keys, values, next(turn), shape.size**-0.5),
@@ -172,7 +172,7 @@ class KernelsResult:
         return {"limits": asdict(self.limits), "results": [asdict(result) for result in self.results]}
 
 
-def linear_cases(shape: ModelShape, rows: Sequence[int], weights: Sequence[str]) -> Iterator[Case]:
+def linear_cases(shape: ModelShape, rows: Sequence[int], weights: Sequence[str]) -> Iterator[KernelCase]:
     """Yield all linear layers of a decoder layer, and the output head."""
     layers = {
         "qkv": (shape.qkv, shape.hidden, 1),
@@ -196,12 +196,12 @@ def _packed_copies(kind: str, outputs: int, inputs: int, halves: int) -> list[Pa
     return [first, *(ops.pack_weight(rows, scheme, halves) for _ in range(_COLD_BYTES // first.nbytes))]
 
 
-def _linear_case(name: str, copies: list[PackedWeight], rows: int) -> Case:
+def _linear_case(name: str, copies: list[PackedWeight], rows: int) -> KernelCase:
     weight, turn = copies[0], cycle(copies)
     x = torch.randn(rows, weight.inputs)
     activation = "silu_and_mul" if weight.halves == 2 else None
     outputs = weight.outputs // weight.halves
-    return Case(
+    return KernelCase(
         name=name,
         rows=rows,
         run=lambda: ops.packed_linear(x, next(turn), None, activation),  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ WEIGHTS = {
 }
 """Weight formats by name."""
 
-SUITES: dict[str, Callable[[Sequence[int], Sequence[str]], Iterator[Case]]] = {
+SUITES: dict[str, Callable[[Sequence[int], Sequence[str]], Iterator[KernelCase]]] = {
     "linear": lambda rows, weights: linear_cases(ModelShape(), rows, weights),
     "attention": lambda rows, weights: attention_cases(),
 }
@@ -260,7 +260,10 @@ def measure(
 
 
 def measure_case(
-    case: Case, limits: MachineLimits, min_seconds: float, clock: Callable[[], float] = time.perf_counter
+    case: KernelCase,
+    limits: MachineLimits,
+    min_seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> KernelResult:
     """Return the median of as many calls as fit in `min_seconds`, at least five, after one warm-up call."""
     case.run()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One op at one shape; `flops` and `num_bytes` are the minimum of a call."""
 
     name: str

@@ -17,11 +17,10 @@ from quire.config.model import (
     ModelConfig,
     StructuredOutputsConfig,
 )
-from quire.config.model_router import ModelRouterConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
-from quire.config.server import ServerConfig
+from quire.config.server import ModelRouterConfig, ServerConfig
 from quire.vllm_names.imports import attributes_of
 
 __all__ = [

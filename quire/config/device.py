@@ -92,8 +92,7 @@ class ParallelConfig(Config):
         "All-reduce the same four slices whatever --tensor-parallel-size is, so that 1, 2 and 4 give the same bits.",
     )
     enable_expert_parallel: bool = option(
-        False,
-        "Distribute whole experts over the ranks of all replicas, instead of sharding each expert.",
+        False, "Distribute whole experts over the ranks of all replicas, instead of sharding each expert."
     )
     nnodes: int = option(
         1,
@@ -116,17 +115,14 @@ class ParallelConfig(Config):
         choices=("prefix", "least_loaded", "round_robin"),
     )
     data_parallel_size_local: int | None = option(
-        None,
-        "Replicas that run here. Default: all; one with --data-parallel-rank, or with Ray.",
-        ge=1,
+        None, "Replicas that run here. Default: all; one with --data-parallel-rank, or with Ray.", ge=1
     )
     data_parallel_start_rank: int | None = option(None, "Number of the first replica here. Default: 0.", ge=0)
     data_parallel_rank: int | None = option(
         None, "Number of the one replica here, behind a load balancer of your own.", ge=0
     )
     data_parallel_hybrid_lb: bool = option(
-        False,
-        "Each host's server has some of the replicas, behind a load balancer of your own.",
+        False, "Each host's server has some of the replicas, behind a load balancer of your own."
     )
     data_parallel_external_lb: bool = option(
         False, "Each replica has a server, behind a load balancer of your own."
@@ -237,8 +233,7 @@ class KernelConfig(Config):
         metavar="NAME",
     )
     batch_invariant: bool = option(
-        False,
-        "Batch-invariant results on a GPU, at some cost of speed; on a CPU they always are.",
+        False, "Batch-invariant results on a GPU, at some cost of speed; on a CPU they always are."
     )
     matmul_precision: str = option(
         "auto",

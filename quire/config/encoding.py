@@ -90,7 +90,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encoding kind, a row of `quire.layers.quantized.table.CODECS`, with the fields of its codec."""
+    """Encoding kind, a row of `quire.layers.quantized.codec.CODECS`, with the fields of its codec."""
 
     kind: str
     options: Mapping[str, Option] = field(default_factory=dict)

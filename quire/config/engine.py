@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.config.arch import ModelArch
-from quire.config.argparse_flags import Parser, add_arguments
 from quire.config.cache import CacheConfig, KVEventsConfig
 from quire.config.device import DeviceConfig, HostShare, KernelConfig, ParallelConfig
-from quire.config.fields import Config, default_of, field_types, flag_of, info_named, plain_type
+from quire.config.fields import (
+    Config,
+    Parser,
+    add_arguments,
+    default_of,
+    field_types,
+    flag_of,
+    info_named,
+    plain_type,
+)
 from quire.config.kv_store import KVStoreConfig
 from quire.config.model import LoadConfig, LoRAConfig, ModelConfig, StructuredOutputsConfig
 from quire.config.multimodal import MultimodalConfig

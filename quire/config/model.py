@@ -33,10 +33,7 @@ class LoRAConfig(Config):
         choices=("auto", "float32", "float16", "bfloat16", "int8"),
     )
     lora_extra_vocab_size: int = option(
-        256,
-        "Most tokens that an adapter may add to the embedding and the head; 0: none.",
-        ge=0,
-        le=4096,
+        256, "Most tokens that an adapter may add to the embedding and the head; 0: none.", ge=0, le=4096
     )
     default_mm_loras: dict[str, Any] = option(
         {},
@@ -98,7 +95,7 @@ class ModelConfig(Config):
 
     model: str = option(
         DEMO_MODEL,
-        "Directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or a toy in the box: quire-demo, "
+        "Directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or an included toy: quire-demo, "
         "or that with -vision, -embed or -draft.",
     )
     tokenizer: str | None = option(None, "Directory or id of the tokenizer; default: the model's own.")

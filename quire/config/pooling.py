@@ -182,8 +182,7 @@ class PoolingSpec:
             )
         if params.step_tag_id is not None and self.pooling != "step":
             raise ValidationError(
-                "step_tag_id is for step reward models, and this is none",
-                param="step_tag_id",
+                "step_tag_id is for step reward models, and this is none", param="step_tag_id"
             )
 
     def _check_dimensions(self, dimensions: int, task: str) -> None:

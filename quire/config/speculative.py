@@ -71,8 +71,7 @@ class SpeculativeConfig(Config):
     """Speculative decoding: drafts verified several per step, with unchanged results (see speculative.md)."""
 
     speculative_config: dict[str, Any] = option(
-        {},
-        'JSON object such as {"method": "auto"}; all keys are in speculative.md. Default: no drafts.',
+        {}, 'JSON object such as {"method": "auto"}; all keys are in speculative.md. Default: no drafts.'
     )
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.spec import NULL_BLOCK_ID
-from quire.scheduler.explain import Share
+from quire.scheduler.explain import WaitShare
 from quire.scheduler.feature_stats import StoreStats
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput, SchedulerStats
 from quire.scheduler.request import Request
@@ -86,7 +86,7 @@ class RequestRow(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     num_preemptions: int
     cause: str | None
-    shares: list[Share]
+    shares: list[WaitShare]
     device_blocks: str | None
     host_blocks: str | None
 

@@ -39,7 +39,7 @@ class Timeouts:
     piece_s: float = 120.0
 
 
-class Engine:
+class ProxiedEngine:
     """One engine; `is_healthy` is as of its last probe or request.
 
     Args:
@@ -71,7 +71,7 @@ class Engine:
     def note(self, *, is_healthy: bool, reason: str = "") -> None:
         """Record whether the engine works; a change is logged."""
         if is_healthy != self.is_healthy:
-            logger.warning("%s %s", self.url, "works again" if is_healthy else f"is left out: {reason}")
+            logger.warning("%s %s", self.url, "works again" if is_healthy else f"is not used: {reason}")
         self.is_healthy = is_healthy
 
     async def probe(self) -> None:
@@ -125,7 +125,7 @@ class Engine:
 class EngineReply:
     """Reply of an engine, whose body is read once."""
 
-    engine: Engine
+    engine: ProxiedEngine
     status: int
     headers: Mapping[str, str]
     _pieces: AsyncIterator[bytes]
@@ -176,7 +176,7 @@ def _reason_of(error: Exception) -> str:
     return "it is too slow" if isinstance(error, TimeoutError) else str(error)
 
 
-def in_order(engines: Sequence[Engine]) -> list[Engine]:
+def in_order(engines: Sequence[ProxiedEngine]) -> list[ProxiedEngine]:
     """Return engines in the order in which to try them: healthy ones with the least load first."""
     return sorted(engines, key=lambda engine: (not engine.is_healthy, engine.num_in_flight))
 

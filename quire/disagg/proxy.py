@@ -24,9 +24,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.disagg.engines import (
     SHOWN_BYTES,
-    Engine,
     EngineReply,
     LostEngineError,
+    ProxiedEngine,
     Timeouts,
     in_order,
     json_object,
@@ -85,8 +85,8 @@ class DisaggProxy:
 
     def __init__(
         self,
-        prefill: Sequence[Engine],
-        decode: Sequence[Engine],
+        prefill: Sequence[ProxiedEngine],
+        decode: Sequence[ProxiedEngine],
         *,
         max_connections: int = 512,
         timeouts: Timeouts | None = None,
@@ -258,7 +258,7 @@ class DisaggProxy:
             await send({"type": "http.response.body", "body": end, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _lose(self, half: str, engine: Engine, error: LostEngineError) -> None:
+    def _lose(self, half: str, engine: ProxiedEngine, error: LostEngineError) -> None:
         self.counts[f"{half}_lost"] += 1
         engine.note(is_healthy=False, reason=str(error))
 

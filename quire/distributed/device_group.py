@@ -2,12 +2,12 @@
 """Ranks with a device each: device tensors cross between the devices, all others through the host.
 
 Invariant of `DeviceGroup`: device transfers are enqueued on the device, and the host does not wait for them, so they
-can be part of a CUDA graph. Waiting for a device does not reveal a lost rank; a `Watch` does.
+can be part of a CUDA graph. Waiting for a device does not reveal a lost rank; a `RankWatchdog` does.
 
 `NcclTransport`: torch's NCCL (RCCL on ROCm). No global state of torch.distributed is touched, and no
 failure ends the process.
 
-Invariant of `Watch`: a loss is recorded before pending work is aborted for it, so the waiting caller finds it.
+Invariant of `RankWatchdog`: a loss is recorded before pending work is aborted for it, so the waiting caller finds it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from quire.distributed.agreement import check_same_word
 from quire.distributed.gloo import Gloo, Store, prefix_store
-from quire.distributed.group import Group
+from quire.distributed.group import Group, check_same_word
 from quire.errors import StartupError
 from quire.processes import STOPPED
 
@@ -86,7 +85,7 @@ POLL_S = 0.5
 STOPPED_POLLS = 10  # Consecutive polls after which a stopped process is given up.
 
 
-class Watch:
+class RankWatchdog:
     """Watchdog thread for lost ranks; runs until one is lost or it is closed.
 
     Args:
@@ -176,14 +175,14 @@ class DeviceGroup(Group):
     All-to-all of device tensors (expert parallel replicas) also goes through the host, synchronously.
     """
 
-    def __init__(self, group: Group, transport: DeviceTransport, watch: Watch) -> None:
+    def __init__(self, group: Group, transport: DeviceTransport, watch: RankWatchdog) -> None:
         super().__init__(group.rank, group.size, group.names)
         self._group, self._transport, self._watch = group, transport, watch
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         if not self._is_of_device(x):
             return self._group.all_gather(x)
-        self.check_nobody_lost()
+        self.check_all_alive()
         every = x.new_empty((self.size, *x.shape))
         if x.numel():
             with self._losses(rank for rank in range(self.size) if rank != self.rank):
@@ -199,7 +198,7 @@ class DeviceGroup(Group):
             self._group.send(x, to)
             return
         self.check_peer(to)
-        self.check_nobody_lost()
+        self.check_all_alive()
         with self._losses([to]):
             self._transport.send(_as_bytes(x.contiguous()), to)
 
@@ -208,7 +207,7 @@ class DeviceGroup(Group):
             self._group.recv(out, source)
             return
         self.check_peer(source)
-        self.check_nobody_lost()
+        self.check_all_alive()
         with self._losses([source]):
             self._transport.recv_into(_as_bytes(out), source)
 
@@ -220,7 +219,7 @@ class DeviceGroup(Group):
     def why_not_captured(self) -> str | None:
         return None
 
-    def check_nobody_lost(self) -> None:
+    def check_all_alive(self) -> None:
         if self._watch.lost is not None:
             rank, how = self._watch.lost
             raise self.lost_error([rank], f"its process {how}")
@@ -242,7 +241,7 @@ class DeviceGroup(Group):
                     self._transport.send(own, self.rank + 1)
                 every[-1:].cpu()  # waits for the device
         except RuntimeError as error:
-            self.check_nobody_lost()
+            self.check_all_alive()
             raise StartupError(
                 f"the ranks' devices cannot be connected: {str(error).splitlines()[0]}"
             ) from error
@@ -256,7 +255,7 @@ class DeviceGroup(Group):
         try:
             yield
         except RuntimeError as error:
-            self.check_nobody_lost()
+            self.check_all_alive()
             raise self.lost_error(peers, str(error).splitlines()[0]) from error
 
 
@@ -276,7 +275,7 @@ def join_devices(group: Gloo, store: Store, device_type: str) -> Group:
         StartupError: they cannot be joined or differ in kind: each rank samples by itself and must get equal logits.
     """
     transport = TRANSPORTS[device_type](group.rank, group.size, prefix_store(store, device_type))
-    watch = Watch(group.silent, transport.abort)
+    watch = RankWatchdog(group.silent, transport.abort)
     joined = DeviceGroup(group, transport, watch)
     try:
         advice = "CUDA_VISIBLE_DEVICES can name those that are alike"

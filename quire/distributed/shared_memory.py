@@ -144,7 +144,7 @@ def _made(num_bytes: int, header: _Segment) -> int:
         os.truncate(file, num_bytes)
         os.pwrite(file, bytes(header), 0)
     except OSError as error:
-        logger.info("no memory for ranks: %s", error)
+        logger.info("ranks cannot share memory and use sockets: %s", error)
         if file >= 0:
             os.close(file)
         return -1

@@ -41,13 +41,7 @@ logger = logging.getLogger(__name__)
 class AsyncEngine:
     """Base of `AsyncLLM`: owns the front end, the receivers and the timer, and generates."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        in_process: bool = False,
-        cores: Cores | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, in_process: bool = False, cores: Cores | None = None) -> None:
         if cores is None:
             cores = OwnCores(prepare(config, "server"), in_process=in_process)
         self._cores = cores

@@ -82,9 +82,8 @@ class AsyncLLM(AsyncEngine):
 
     @property
     def loading(self) -> Any:
-        """Stage of the first core that loads (`quire.engine.core_progress.LoadingState`); None: unknown, or none
-        loads.
-        """
+        """Stage of the first core that loads (`quire.engine.core_progress.LoadingState`); None: unknown, or
+        none loads."""
         return next((state for client in self._clients if (state := client.loading) is not None), None)
 
     @property

@@ -20,8 +20,8 @@ SPARE = "-"
 AHEAD = (
     "quire.executor.uniproc",
     "quire.worker.cpu",
-    "quire.worker.taped_forward",
-    "quire.worker.taped_rounds",
+    "quire.worker.recorded_forward",
+    "quire.worker.multi_step_decode",
     "quire.kernels.cpu.attention",
     "quire.kernels.cpu.sampling",
     "quire.kernels.cpu.sized_graph",

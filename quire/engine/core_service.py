@@ -5,12 +5,12 @@ Invariant: single-threaded apart from kernels and the parent watchdog. It reads 
 private directory, sends each front end its own messages on that front end's socket, writes `progress`, reports to its
 parent how it ended, and never outlives it. Malformed frames are logged and dropped.
 
-`Outboxes`: the first front end gets all messages that belong to no other one, statistics above all, so that these are
-counted once. Prefix cache deltas go to all. Messages to a front end that is gone are lost.
+`FrontEndSockets`: the first front end gets all messages that belong to no other one, statistics above all, so that
+these are counted once. Prefix cache deltas go to all. Messages to a front end that is gone are lost.
 
-`Parent`: a process that watches its parent ends within PARENT_POLL_S + GRACE_S of it, as long as native code releases
-the GIL. `PR_SET_PDEATHSIG` would come too early: it is sent when the *thread* that started the process ends, and it
-would leave the private directory behind.
+`ParentProcess`: a process that watches its parent ends within PARENT_POLL_S + GRACE_S of it, as long as native code
+releases the GIL. `PR_SET_PDEATHSIG` would come too early: it is sent when the *thread* that started the process ends,
+and it would leave the private directory behind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from quire import private_directories
 from quire.config import EngineConfig
 from quire.engine.client import CONFIG, PROGRESS, REQUESTS, message_socket
 from quire.engine.core import EngineCore
-from quire.engine.core_ids import front_end_of_number, front_end_of_request
 from quire.engine.core_progress import ProgressFile
 from quire.engine.messages import (
     NO_MESSAGE,
@@ -44,8 +43,10 @@ from quire.engine.messages import (
     EngineCoreOutputs,
     Shutdown,
     UtilityResult,
+    front_end_of_number,
+    front_end_of_request,
 )
-from quire.engine.replicas.lockstep import Lockstep, Peers, replica_address
+from quire.engine.replicas.lockstep import Lockstep, ReplicaPeers, replica_address
 from quire.errors import EngineError, StartupError
 from quire.logging_setup import configure_logging
 from quire.processes import freeze_garbage
@@ -59,7 +60,7 @@ FIRST = 0
 STATS_S = 0.05
 
 
-class Outboxes:
+class FrontEndSockets:
     """One socket per front end; the first is open from the beginning."""
 
     def __init__(
@@ -129,7 +130,7 @@ PARENT_POLL_S = 0.5
 GRACE_S = 1.5  # Time to end gracefully after the parent is lost.
 
 
-class Parent:
+class ParentProcess:
     """Parent process, identified by the pid that it passes; `getppid` alone may already be that of an orphan.
 
     If the parent is gone, this process removes the parent's private directory, if given.
@@ -167,7 +168,7 @@ MAX_CHECKED_BLOCKS = 100_000
 class CoreService:
     """Loop that drains the request socket, steps the core while it has work, and sends its outputs."""
 
-    def __init__(self, directory: Path, parent: Parent) -> None:
+    def __init__(self, directory: Path, parent: ParentProcess) -> None:
         self._parent = parent
         self._config = EngineConfig.decoded((directory / CONFIG).read_bytes())
         if self._config.share is not None and self._config.share.processors:
@@ -178,7 +179,7 @@ class CoreService:
         self._inbox = context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
         self._inbox.bind(f"ipc://{directory / REQUESTS}")
-        self._outboxes = Outboxes(context, directory)
+        self._outboxes = FrontEndSockets(context, directory)
         self._lockstep = self._join_replicas(context)
         self._gone: set[int] = set()
         self._decoder = msgspec.msgpack.Decoder(CoreRequest)
@@ -193,7 +194,7 @@ class CoreService:
         directory, own = Path(self._config.meeting), parallel.first_replica
         self._inbox.bind(replica_address(directory, own))
         others = [number for number in range(parallel.data_parallel_size) if number != own]
-        return Lockstep(Peers(context, directory, others).send)
+        return Lockstep(ReplicaPeers(context, directory, others).send)
 
     def run(self) -> int:
         """Load and serve until shutdown; returns the exit code."""
@@ -305,7 +306,7 @@ def _wait_ms(core: EngineCore) -> int:
 def serve(directory: Path, parent_pid: int) -> int:
     """Run a core in a private directory until its parent ends it; return the exit code."""
     configure_logging()
-    parent = Parent(parent_pid, directory)
+    parent = ParentProcess(parent_pid, directory)
     parent.watch()
     service = CoreService(directory, parent)
     try:

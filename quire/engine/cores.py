@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ownership and replacement of an asynchronous engine's cores.
+"""Ownership and replacement of an asynchronous engine's cores, and clients of cores that another process owns.
 
-Invariant: a core is replaced by its owner. Each front end decides which of its own requests fail.
+Invariant: a core is replaced by its owner. Each front end decides which of its own requests fail. `AttachedClient`
+neither starts nor ends its core; the owner reports its death (`leave`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
@@ -20,14 +22,80 @@ import zmq
 
 from quire import private_directories
 from quire.config import EngineConfig
-from quire.engine.attached_client import AttachedClient, PendingCoreClient
-from quire.engine.client import CoreAddress, CoreClient, ProcessClient, make_clients, startup_errors
+from quire.engine.client import (
+    PROGRESS,
+    CoreAddress,
+    CoreClient,
+    ProcessClient,
+    RemoteClient,
+    make_clients,
+    startup_errors,
+)
+from quire.engine.core_progress import ProgressFile
 from quire.engine.file_states import check_files, states_of
+from quire.engine.messages import Attach, CoreMessage, CoreRequest
 from quire.engine.replicas.configs import replica_configs, with_meeting_directory
 from quire.engine.replicas.ray_replicas import RayReplicas
 from quire.engine.replicas.remote_replicas import JOIN_S, RemoteReplicaClient, RemoteReplicas
 from quire.engine.supervision import Verdict, supervision
 from quire.errors import EngineDeadError, ModelLoadError, QuireError, StartupError
+
+
+class AttachedClient(RemoteClient):
+    """Client of a core that another front end started.
+
+    Raises:
+        OSError, ZMQError: that core is gone already.
+    """
+
+    def __init__(self, config: EngineConfig, address: CoreAddress, front_end: int) -> None:
+        self._address = address
+        self._front_end = front_end
+        self._left = threading.Event()
+        super().__init__(config, Path(address.directory), front_end)
+
+    @property
+    def stalls(self) -> bool:
+        return self._left.is_set() or super().stalls
+
+    def leave(self) -> None:
+        """Mark the core as gone; `receive` reports it after the pending messages."""
+        self._left.set()
+
+    def close(self) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            self._release()
+
+    def _open_progress(self, config: EngineConfig) -> ProgressFile:
+        return ProgressFile(self._directory / PROGRESS)
+
+    def _connect_core(self, config: EngineConfig) -> int:
+        self.send(Attach(self._front_end))
+        return self._address.pid
+
+    def _is_gone(self) -> bool:
+        return self._left.is_set()
+
+    def _why_gone(self) -> str:
+        return "its owner lost it"
+
+    def _on_hang(self, silent_s: float) -> None:
+        """No action; the owner detects the hang."""
+
+
+class PendingCoreClient(CoreClient):
+    """Placeholder for a core that is still to come: `receive` fails at once, so a replacement is awaited."""
+
+    def send(self, message: CoreRequest) -> None:
+        """Drop the message; unfinished work is sent to the next core."""
+
+    def receive(self) -> list[CoreMessage]:
+        raise EngineDeadError("there is no engine core yet")
+
+    def close(self) -> None:
+        pass
+
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +188,9 @@ class OwnCores(Cores):
         client = self.clients[core]
         self._was_ready = was_ready
         if isinstance(client, RemoteReplicaClient) and not isinstance(error, StartupError):
-            logger.error("%s; %d requests resume elsewhere, or when it is back", error, len(in_flight))
+            logger.error(
+                "%s; %d requests resume on another core, or on the restarted one", error, len(in_flight)
+            )
             return self._supervisor.left(in_flight.keys(), requests_in_work(client, in_flight), elsewhere)
         cannot_start = isinstance(error, StartupError) and not was_ready
         if cannot_start and (which := self._which(core)):

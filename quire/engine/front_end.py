@@ -29,7 +29,6 @@ import msgspec
 from quire.adapters import AdapterContents, AdapterRequest
 from quire.config import EngineConfig
 from quire.engine.core_choice import make_core_choice
-from quire.engine.core_ids import numbers_of
 from quire.engine.file_states import check_files
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import (
@@ -41,6 +40,7 @@ from quire.engine.messages import (
     EngineCoreRequest,
     UtilityResult,
     add_message,
+    numbers_of,
 )
 from quire.engine.output_processor import OutputProcessor, Sink
 from quire.engine.prompt_forms import TokenizedPrompt
@@ -238,7 +238,7 @@ class InFlightRequests:
 Outgoing = tuple[int, CoreRequest]  # (core index, message)
 
 
-class Terms(TypedDict):
+class RequestSettings(TypedDict):
     """Per-request settings: priority, tenant, adapter."""
 
     priority: int
@@ -263,8 +263,7 @@ class FrontEnd:
         is_falling_asleep: whether it takes no requests because it is about to sleep.
 
     Raises:
-        ModelLoadError: from the constructor; the tokenizer cannot be loaded, or its files have changed since
-        `prepare`.
+        ModelLoadError: from the constructor; the tokenizer cannot be loaded, or its files have changed since `prepare`.
     """
 
     def __init__(
@@ -284,10 +283,7 @@ class FrontEnd:
         forget_files()
         check_files(config)
         self.input_processor = InputProcessor(
-            config,
-            self.tokenizer,
-            takes_callables=takes_callables,
-            clock=clock,
+            config, self.tokenizer, takes_callables=takes_callables, clock=clock
         )
         self.output_processor = OutputProcessor(self.tokenizer)
         self._owners = request_owners(self.tokenizer)
@@ -436,7 +432,7 @@ class FrontEnd:
         adapter_request = self.completed_adapter(adapter_request)
         if self._media_adapters is not None:
             adapter_request = self._media_adapters.adapter_of(prompt.media, adapter_request)
-        terms = Terms(priority=priority, tenant=tenant, adapter_request=adapter_request)
+        terms = RequestSettings(priority=priority, tenant=tenant, adapter_request=adapter_request)
         owner = self._owners.get(type(params))
         if owner is not None:
             core_ids, messages = owner.submit(
@@ -472,7 +468,7 @@ class FrontEnd:
         name: str,
         prompt: TokenizedPrompt,
         params: SamplingParams | BeamSearchParams | PoolingParams,
-        terms: Terms,
+        terms: RequestSettings,
     ) -> list[EngineCoreRequest]:
         if isinstance(params, PoolingParams):
             return [self.input_processor.process_pooling(name, prompt, params, **terms)]

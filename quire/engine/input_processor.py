@@ -16,10 +16,16 @@ from quire.adapters import ENABLE_FLAG, AdapterRequest, adapter_error
 from quire.config import EngineConfig
 from quire.config.arch import encoder_positions
 from quire.config.pooling import PoolingSpec
-from quire.engine.media_checks import check_prompt_media
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
 from quire.engine.params_checks import make_params_checks
-from quire.engine.prompt_forms import PromptParts, TokenizedPrompt, check_cut_text, check_length, parts_of
+from quire.engine.prompt_forms import (
+    PromptParts,
+    TokenizedPrompt,
+    check_cut_text,
+    check_length,
+    check_prompt_media,
+    parts_of,
+)
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.tokenizer_cache import (
     TokenizerCache,
@@ -289,8 +295,7 @@ class InputProcessor:
         self.check_terms(priority, tenant, adapter_request)
         if self.pooling.spec.head_of_adapters and adapter_request is None:
             raise ValidationError(
-                "the model has no head of its own, only its adapters have one: name an adapter",
-                param="model",
+                "the model has no head of its own, only its adapters have one: name an adapter", param="model"
             )
         return EngineCoreRequest(
             request_id=request_id,
@@ -411,8 +416,8 @@ class InputProcessor:
         own = params.logits_processors
         if own and not self._takes_callables:
             raise ValidationError(
-                "logits_processors are callables, and the engine core is another process, where they cannot go; "
-                "--logits-processors names classes that it imports itself",
+                "logits_processors are callables, which cannot be sent to the engine core's process: name classes with "
+                "--logits-processors, which it imports",
                 param="logits_processors",
             )
         if own and self.config.observability.record_trace:
@@ -488,6 +493,5 @@ def _check_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise ValidationError(
-                f"{name} has {token_id!r}, but token ids are integers in [0, {vocab_size - 1}]",
-                param=name,
+                f"{name} has {token_id!r}, but token ids are integers in [0, {vocab_size - 1}]", param=name
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a front end and its engine core.
+"""Messages between a front end and its engine core, and ids by which a core finds the front end.
 
 Invariant: msgspec structs, encoded with msgpack on the wire and never with pickle; the same objects are passed by
 reference when the core runs in the same process. `WIRE_VERSION` changes with any field.
@@ -7,7 +7,8 @@ reference when the core runs in the same process. `WIRE_VERSION` changes with an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -211,3 +212,27 @@ class UtilityResult(msgspec.Struct, tag="result", frozen=True):
 
 
 CoreMessage = CoreReady | CoreFailed | EngineCoreOutputs | UtilityResult  # Messages from a core.
+
+
+NUMBERS = 1 << 32  # Requests, or calls, numbered by one front end; the next front end's numbers follow.
+
+
+def numbers_of(front_end: int) -> Iterator[int]:
+    """Return the numbers of this front end, in order; the first front end's begin at 0."""
+    return itertools.count(front_end * NUMBERS)
+
+
+def front_end_of_number(number: int) -> int:
+    """Return the front end that gave a number."""
+    return number // NUMBERS
+
+
+def front_end_of_request(core_request_id: str) -> int:
+    """Return the front end of a sequence: its number is at the end of the id, before a fork's index.
+
+    An id that no front end has given counts as the first one's.
+    """
+    try:
+        return front_end_of_number(int(core_request_id.rpartition("-")[2].partition(".")[0], 16))
+    except ValueError:
+        return 0

@@ -52,7 +52,7 @@ def require(requirements: Mapping[str, bool], what: str) -> None:
 MAX_RANKS = 64  # Largest rank count tried for a model without attention.
 
 
-class Units(NamedTuple):
+class ShardedUnits(NamedTuple):
     """Number of units divided evenly among ranks; replicable ones may be fewer than the ranks."""
 
     number: int
@@ -81,46 +81,46 @@ def valid_tp_sizes(config: EngineConfig) -> list[int]:
     ]
 
 
-def _units(config: EngineConfig) -> Iterator[Units]:
+def _units(config: EngineConfig) -> Iterator[ShardedUnits]:
     arch, experts = config.arch, config.arch.experts
     for shape in dict.fromkeys(arch.layer_shapes) or (arch,):
-        yield Units(shape.num_heads, "attention heads")
-        yield Units(shape.num_kv_heads, "key-value heads", are_replicated=True)
+        yield ShardedUnits(shape.num_heads, "attention heads")
+        yield ShardedUnits(shape.num_kv_heads, "key-value heads", are_replicated=True)
         has_mlp = not isinstance(shape, LayerShape) or shape.block is None
         if has_mlp and any(arch.mlp_of(layer) != "sparse" for layer in range(arch.num_layers)):
-            yield Units(shape.intermediate_size, "features of its MLPs")
+            yield ShardedUnits(shape.intermediate_size, "features of its MLPs")
     if "differential_attention" in arch.layer_types:
-        yield Units(arch.num_heads // 2, "pairs of attention heads")
-        yield Units(arch.num_kv_heads // 2, "pairs of key-value heads", are_replicated=True)
+        yield ShardedUnits(arch.num_heads // 2, "pairs of attention heads")
+        yield ShardedUnits(arch.num_kv_heads // 2, "pairs of key-value heads", are_replicated=True)
     if "mixture_of_attention" in arch.layer_types:
-        yield Units(arch.num_kv_heads, "heads of each of its attention's experts")
+        yield ShardedUnits(arch.num_kv_heads, "heads of each of its attention's experts")
     if arch.token_rows is not None:
-        yield Units(arch.token_rows.size, "features of the per-layer token embedding")
+        yield ShardedUnits(arch.token_rows.size, "features of the per-layer token embedding")
     if experts is not None and not config.parallel.enable_expert_parallel:
-        yield Units(experts.intermediate_size, "features of each of its experts")
+        yield ShardedUnits(experts.intermediate_size, "features of each of its experts")
     if experts is not None and experts.shared_size:
-        yield Units(experts.shared_size, "features of its shared experts")
+        yield ShardedUnits(experts.shared_size, "features of its shared experts")
     yield from _state_units(arch)
 
 
-def _state_units(arch: ModelArch) -> Iterator[Units]:
+def _state_units(arch: ModelArch) -> Iterator[ShardedUnits]:
     """Yield the units of layers with recurrent states."""
     if arch.mamba is not None:
-        yield Units(arch.mamba.channels, "channels with a state")
+        yield ShardedUnits(arch.mamba.channels, "channels with a state")
     if arch.mamba2 is not None:
-        yield Units(arch.mamba2.heads, "heads with a state")
-        yield Units(arch.mamba2.groups, "groups of heads with a state", are_replicated=True)
+        yield ShardedUnits(arch.mamba2.heads, "heads with a state")
+        yield ShardedUnits(arch.mamba2.groups, "groups of heads with a state", are_replicated=True)
     if arch.plamo2_mamba is not None:
-        yield Units(arch.plamo2_mamba.heads, "heads with a state")
+        yield ShardedUnits(arch.plamo2_mamba.heads, "heads with a state")
     if arch.delta is not None:
-        yield Units(arch.delta.key_heads, "key heads with a state")
-        yield Units(arch.delta.value_heads, "value heads with a state")
+        yield ShardedUnits(arch.delta.key_heads, "key heads with a state")
+        yield ShardedUnits(arch.delta.value_heads, "value heads with a state")
     if arch.recurrent_unit is not None:
-        yield Units(arch.recurrent_unit.heads, "blocks of channels with a state")
+        yield ShardedUnits(arch.recurrent_unit.heads, "blocks of channels with a state")
     if arch.rwkv7 is not None:
-        yield Units(arch.hidden_size // arch.rwkv7.head_dim, "heads with a state")
+        yield ShardedUnits(arch.hidden_size // arch.rwkv7.head_dim, "heads with a state")
     if arch.short_conv is not None:
-        yield Units(arch.hidden_size, "channels of its convolutions")
+        yield ShardedUnits(arch.hidden_size, "channels of its convolutions")
 
 
 EXECUTORS = ("uni", "null")  # Executors that have one rank, whatever the configuration says.

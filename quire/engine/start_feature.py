@@ -16,7 +16,7 @@ Usage = Literal["server", "offline", "headless"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class AutomaticValue:
     """One automatic choice."""
 
     field: str
@@ -35,7 +35,7 @@ class Resolution:
     """
 
     changes: Mapping[str, Any] = field(default_factory=dict)
-    choices: Iterable[Choice] = ()
+    choices: Iterable[AutomaticValue] = ()
     max_seq_length: int | None = None
 
 

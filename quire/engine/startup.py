@@ -20,7 +20,7 @@ from quire.engine.file_states import states_of, tokenizer_dir
 from quire.engine.packed_weights import default_packed_weights_cache
 from quire.engine.rank_checks import check_experts, check_hosts, check_ranks
 from quire.engine.replicas.configs import check_replicas
-from quire.engine.start_feature import Choice, Usage, start_features
+from quire.engine.start_feature import AutomaticValue, Usage, start_features
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.without_effect import without_effect
 from quire.errors import ConfigError, StartupError
@@ -75,16 +75,16 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         fit_max_model_len=fit,
     )
     config = dataclasses.replace(config, files=states_of(config) | config.files)  # companions are known now
-    features, chosen, max_seq_length = start_features(), list[Choice](), None
+    features, chosen, max_seq_length = start_features(), list[AutomaticValue](), None
     for feature in features:
         found = feature.resolve(config, partial(_id_of, config))
         config = dataclasses.replace(config, **found.changes)
         chosen += found.choices
         max_seq_length = found.max_seq_length or max_seq_length
     if config.device.device == "auto":
-        config = _settled(config, Choice("device", *choose_device()))
+        config = _with_logged_value(config, AutomaticValue("device", *choose_device()))
     for choice in [*_choose_whole_texts(config), *choose_number_of_nodes(config)]:
-        config = _settled(config, choice)
+        config = _with_logged_value(config, choice)
     choices = [
         *chosen,
         choose_quantization(config),
@@ -99,9 +99,9 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         *_choose_speech(config),
     ]
     for choice in filter(None, choices):
-        config = _settled(config, choice)
+        config = _with_logged_value(config, choice)
     for choice in _choose_rounds(config, usage):
-        config = _settled(config, choice)
+        config = _with_logged_value(config, choice)
     config.scheduler.check()
     _check_whole_texts(config)
     config.cache.check()
@@ -165,7 +165,7 @@ def _check_load_format(config: EngineConfig, model_dir: Path) -> None:
         raise ConfigError(f"--load-format is {asked}, but {model_dir} is a model in {found}")
 
 
-def _settled(config: EngineConfig, choice: Choice) -> EngineConfig:
+def _with_logged_value(config: EngineConfig, choice: AutomaticValue) -> EngineConfig:
     logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
     return config.evolve(**{choice.field: choice.value})
 
@@ -193,7 +193,7 @@ def _generation_defaults(config: EngineConfig, arch: ModelArch, model_dir: Path)
     return defaults | config.model.override_generation_config
 
 
-def choose_quantization(config: EngineConfig) -> Choice | None:
+def choose_quantization(config: EngineConfig) -> AutomaticValue | None:
     """Drop the name of the checkpoint's own format, which needs no option.
 
     Raises:
@@ -208,42 +208,44 @@ def choose_quantization(config: EngineConfig) -> Choice | None:
             f"--quantization is {asked}, but the checkpoint is in {method}; drop it, or use one of "
             f"{', '.join(METHODS)}"
         )
-    return Choice("quantization", None, f"the checkpoint is in {method}")
+    return AutomaticValue("quantization", None, f"the checkpoint is in {method}")
 
 
-def _choose_speech(config: EngineConfig) -> list[Choice]:
+def _choose_speech(config: EngineConfig) -> list[AutomaticValue]:
     """Choose what the requests of a model that transcribes need: its rules of sampling, and logprobs under them."""
     part = config.arch.part_of
     place = None if part is None else PROCESSORS.get(part.architecture)
     if place is None or config.model.skip_tokenizer_init:
         return []
     chosen, reason = config.model.logits_processors, "transcriptions follow Whisper's rules of sampling"
-    processors = [] if place in chosen else [Choice("logits_processors", (*chosen, place), reason)]
+    processors = [] if place in chosen else [AutomaticValue("logits_processors", (*chosen, place), reason)]
     return [
         *processors,
-        Choice("logprobs_mode", "processed_logprobs", "a transcript's logprobs are under its rules"),
+        AutomaticValue("logprobs_mode", "processed_logprobs", "a transcript's logprobs are under its rules"),
     ]
 
 
-def _choose_dtype(config: EngineConfig) -> Choice | None:
+def _choose_dtype(config: EngineConfig) -> AutomaticValue | None:
     dtype = config.model.dtype
     if dtype in DTYPE_ALIASES:
-        return Choice("dtype", DTYPE_ALIASES[dtype], f"another name of {dtype}")
+        return AutomaticValue("dtype", DTYPE_ALIASES[dtype], f"another name of {dtype}")
     if dtype != "auto":
         return None
     if config.arch.dtype not in NATIVE_DTYPES:
-        return Choice("dtype", "float32", f"there are no kernels for the checkpoint's {config.arch.dtype}")
+        return AutomaticValue(
+            "dtype", "float32", f"there are no kernels for the checkpoint's {config.arch.dtype}"
+        )
     if config.device.device != "cpu":
-        return Choice("dtype", config.arch.dtype, "the checkpoint's, for weights and activations")
+        return AutomaticValue("dtype", config.arch.dtype, "the checkpoint's, for weights and activations")
     if not cpu.available():
-        return Choice(
+        return AutomaticValue(
             "dtype", "float32", "without the C++ kernels it is the fastest; every 16-bit number fits in it"
         )
     reason = "the checkpoint's, so weights are kept exactly; activations are float32"
-    return Choice("dtype", config.arch.dtype, reason)
+    return AutomaticValue("dtype", config.arch.dtype, reason)
 
 
-def _choose_max_model_len(config: EngineConfig, max_seq_length: int | None) -> Choice | None:
+def _choose_max_model_len(config: EngineConfig, max_seq_length: int | None) -> AutomaticValue | None:
     """Choose the context length; sentence-transformers' `max_seq_length` may be below the model's positions."""
     asked, limit = config.model.max_model_len, context_limit(config.arch)
     if asked > limit:
@@ -257,12 +259,14 @@ def _choose_max_model_len(config: EngineConfig, max_seq_length: int | None) -> C
             f"(max_position_embeddings), and may have {MOST_POSITIONS}; give a smaller --max-model-len"
         )
     if max_seq_length is not None and asked <= 0 and max_seq_length < limit:
-        return Choice(
+        return AutomaticValue(
             "max_model_len", max_seq_length, "the longest text that sentence-transformers' files name"
         )
     if asked == FIT_MEMORY:
-        return Choice("max_model_len", limit, "what the model's config.json allows, until memory is measured")
-    return None if asked else Choice("max_model_len", limit, "what the model's config.json allows")
+        return AutomaticValue(
+            "max_model_len", limit, "what the model's config.json allows, until memory is measured"
+        )
+    return None if asked else AutomaticValue("max_model_len", limit, "what the model's config.json allows")
 
 
 def context_limit(arch: ModelArch) -> int:
@@ -274,31 +278,31 @@ def context_limit(arch: ModelArch) -> int:
     return max(arch.max_position_embeddings, int(trained * rope.factor))
 
 
-def _choose_batch(config: EngineConfig, usage: Usage) -> list[Choice]:
+def _choose_batch(config: EngineConfig, usage: Usage) -> list[AutomaticValue]:
     choices = []
     if not config.scheduler.max_num_seqs:
         default, tokens = DEFAULT_MAX_NUM_SEQS[usage], config.scheduler.max_num_batched_tokens
         if 0 < tokens < default:
             reason = "as many as --max-num-batched-tokens: each needs a token per step"
-            choices.append(Choice("max_num_seqs", tokens, reason))
+            choices.append(AutomaticValue("max_num_seqs", tokens, reason))
         else:
-            choices.append(Choice("max_num_seqs", default, f"the default for {usage} use"))
+            choices.append(AutomaticValue("max_num_seqs", default, f"the default for {usage} use"))
     if not config.scheduler.max_num_batched_tokens:
         tokens, reason = DEFAULT_MAX_NUM_BATCHED_TOKENS[usage], f"the default for {usage} use"
         needed = max(config.model.max_model_len, 0) or context_limit(config.arch)
         if not config.scheduler.enable_chunked_prefill and needed > tokens:
             tokens, reason = needed, "without chunked prefill a step must hold the longest prompt"
-        choices.append(Choice("max_num_batched_tokens", tokens, reason))
+        choices.append(AutomaticValue("max_num_batched_tokens", tokens, reason))
     return choices
 
 
-def _choose_whole_texts(config: EngineConfig) -> list[Choice]:
+def _choose_whole_texts(config: EngineConfig) -> list[AutomaticValue]:
     """Disable partial texts for an encoder: all its tokens attend to one another."""
     if not config.arch.bidirectional:
         return []
     return [
-        Choice("enable_chunked_prefill", False, "an encoder computes a text whole"),
-        Choice("enable_prefix_caching", False, "an encoder has no KV cache"),
+        AutomaticValue("enable_chunked_prefill", False, "an encoder computes a text whole"),
+        AutomaticValue("enable_prefix_caching", False, "an encoder has no KV cache"),
     ]
 
 
@@ -311,7 +315,7 @@ def _check_whole_texts(config: EngineConfig) -> None:
         )
 
 
-def choose_number_of_nodes(config: EngineConfig, host: Host | None = None) -> list[Choice]:
+def choose_number_of_nodes(config: EngineConfig, host: Host | None = None) -> list[AutomaticValue]:
     """Choose a rank, or a replica, for each NUMA node of this host, if requested without a number."""
     field = _FOR_EACH_NODE.get(config.device.cpu_numa)
     if field is None or config.device.device != "cpu" or getattr(config.parallel, field) > 1:
@@ -321,26 +325,26 @@ def choose_number_of_nodes(config: EngineConfig, host: Host | None = None) -> li
     reason = f"one for each of {num} NUMA nodes" + (
         f", on each of {num_hosts} hosts" if num_hosts > 1 else ""
     )
-    return [Choice(field, num * num_hosts, reason)] if num > 1 else []
+    return [AutomaticValue(field, num * num_hosts, reason)] if num > 1 else []
 
 
 _FOR_EACH_NODE = {"ranks": "tensor_parallel_size", "replicas": "data_parallel_size"}
 
 
-def _choose_executor(config: EngineConfig) -> Choice | None:
+def _choose_executor(config: EngineConfig) -> AutomaticValue | None:
     if config.parallel.distributed_executor_backend != "auto":
         return None
     several = config.parallel.num_ranks > 1 or config.parallel.shares_experts
     reason = "each of several ranks has a process" if several else "one rank needs no process of its own"
-    return Choice("distributed_executor_backend", "mp" if several else "uni", reason)
+    return AutomaticValue("distributed_executor_backend", "mp" if several else "uni", reason)
 
 
-def _choose_packed_weights_cache(config: EngineConfig) -> Choice | None:
+def _choose_packed_weights_cache(config: EngineConfig) -> AutomaticValue | None:
     found = default_packed_weights_cache(config)
-    return None if found is None else Choice("packed_weights_cache", *found)
+    return None if found is None else AutomaticValue("packed_weights_cache", *found)
 
 
-def _choose_loop(config: EngineConfig) -> list[Choice]:
+def _choose_loop(config: EngineConfig) -> list[AutomaticValue]:
     overlapped, asked = config.scheduler.async_scheduling, config.scheduler.max_steps_in_flight
     num_stages, choices = config.parallel.pipeline_parallel_size, []
     if overlapped is None:
@@ -349,7 +353,7 @@ def _choose_loop(config: EngineConfig) -> list[Choice]:
             overlapped, reason = True, "each stage works at another step"
         elif config.device.device != "cpu":
             overlapped, reason = True, "a GPU works while the host plans"
-        choices.append(Choice("async_scheduling", overlapped, reason))
+        choices.append(AutomaticValue("async_scheduling", overlapped, reason))
     if asked > 1 and not overlapped:
         raise ConfigError(f"--max-steps-in-flight is {asked}, which needs --async-scheduling")
     if not asked:
@@ -358,11 +362,11 @@ def _choose_loop(config: EngineConfig) -> list[Choice]:
             steps, reason = 2, "one runs while the next is planned"
         if overlapped and num_stages > 1:
             steps, reason = num_stages, "one for each stage"
-        choices.append(Choice("max_steps_in_flight", steps, reason))
+        choices.append(AutomaticValue("max_steps_in_flight", steps, reason))
     return choices
 
 
-def _choose_rounds(config: EngineConfig, usage: Usage) -> list[Choice]:
+def _choose_rounds(config: EngineConfig, usage: Usage) -> list[AutomaticValue]:
     """Choose the decode steps per plan, their time limit, and offline also their use for streams."""
     field, asked, reason = "num_scheduler_steps", config.scheduler.num_scheduler_steps, why_one_round(config)
     if reason is not None and asked > 1:
@@ -370,16 +374,20 @@ def _choose_rounds(config: EngineConfig, usage: Usage) -> list[Choice]:
     if not asked and reason is None and config.parallel.distributed_executor_backend != "uni":
         reason = "plans go to an executor that is no part of this process"
     if asked or reason is not None:
-        choices = [Choice(field, asked or 1, reason or "as it was asked for")]
+        choices = [AutomaticValue(field, asked or 1, reason or "as it was asked for")]
     else:
-        choices = [Choice(field, MAX_ROUNDS, "planning takes a tenth of the time of a small model's token")]
+        choices = [
+            AutomaticValue(field, MAX_ROUNDS, "planning takes a tenth of the time of a small model's token")
+        ]
     if choices[0].value == 1:
         return choices
     if not config.scheduler.max_multi_step_s:
         limit = MAX_MULTI_STEP_S if asked or usage == "offline" else MAX_SERVER_MULTI_STEP_S
-        choices.append(Choice("max_multi_step_s", limit, "streams and new requests wait no longer"))
+        choices.append(AutomaticValue("max_multi_step_s", limit, "streams and new requests wait no longer"))
     if not asked and usage == "offline" and config.scheduler.multi_step_streams is None:
-        choices.append(Choice("multi_step_streams", False, "LLMEngine.step() returns each token as it comes"))
+        choices.append(
+            AutomaticValue("multi_step_streams", False, "LLMEngine.step() returns each token as it comes")
+        )
     return choices
 
 
@@ -400,18 +408,18 @@ def why_one_round(config: EngineConfig) -> str | None:
     return None if cpu.available() else "without the C++ kernels no steps are recorded"
 
 
-def _choose_impl(config: EngineConfig) -> Choice | None:
+def _choose_impl(config: EngineConfig) -> AutomaticValue | None:
     if not config.arch.foreign_config:
         return None
-    return Choice(
+    return AutomaticValue(
         "model_impl", "transformers", "its code, slower than a file of ours would be (docs/models.md)"
     )
 
 
-def _choose_name(config: EngineConfig) -> Choice | None:
+def _choose_name(config: EngineConfig) -> AutomaticValue | None:
     if config.model.served_model_name:
         return None
-    return Choice("served_model_name", (config.model.model,), "the model as it was named")
+    return AutomaticValue("served_model_name", (config.model.model,), "the model as it was named")
 
 
 def _check_batch_invariant(config: EngineConfig) -> None:

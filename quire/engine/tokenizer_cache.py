@@ -26,11 +26,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, ValidationError
 from quire.features import ADAPTER_TOKENIZER
 from quire.plugins import import_place
-from quire.sampling_extras import (
-    DRY_SEQUENCE_BREAKERS,
-    DryBreaker,
-    checked_bad_words_token_ids,
-)
+from quire.sampling_extras import DRY_SEQUENCE_BREAKERS, DryBreaker, checked_bad_words_token_ids
 from quire.sampling_params import SamplingParams, ThinkingMarkers
 from quire.vocabulary import Vocabulary
 

@@ -2,8 +2,8 @@
 """Recorded runs: writing, reading and replaying scheduler traces.
 
 A file is a magic line, then frames, each a four-byte length and a msgpack message. A frame is flushed before the next
-event, so a crashed run is readable up to its last whole frame. The first frame is a `Header`; `TRACE_VERSION` changes
-with any other.
+event, so a crashed run is readable up to its last whole frame. The first frame is a `TraceHeader`; `TRACE_VERSION`
+changes with any other.
 
 `RecordedScheduler` is a proxy: callers see no difference, and every call that can change a plan is a frame. So any
 loop and any scheduler class is recorded alike; internal actions of a scheduler are not events.
@@ -55,7 +55,7 @@ MAGIC = b"quire-trace\n"
 LENGTH_BYTES = 4
 
 
-class Header(msgspec.Struct, tag="header", frozen=True):
+class TraceHeader(msgspec.Struct, tag="header", frozen=True):
     """Everything that a scheduler is constructed from."""
 
     config: EngineConfig
@@ -229,7 +229,7 @@ def create_trace(config: EngineConfig, kv_config: KVCacheConfig) -> TraceWriter 
         return None
     file = _open_first(itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2))))
     logger.info("recording this run, with its prompts and answers, to %s", file.name)
-    return TraceWriter(file, Header(config, encode_kv_config(kv_config)))
+    return TraceWriter(file, TraceHeader(config, encode_kv_config(kv_config)))
 
 
 def _open_first(paths: Iterator[str]) -> BinaryIO:
@@ -251,13 +251,13 @@ def _open_private(path: str, flags: int) -> int:
 class TraceWriter:
     """Writer of frames. A failing disk ends the recording with a log line, not the run."""
 
-    def __init__(self, file: BinaryIO, header: Header) -> None:
+    def __init__(self, file: BinaryIO, header: TraceHeader) -> None:
         self._file = file
         self._encoder = msgspec.msgpack.Encoder()
         file.write(MAGIC)
         self.write(header)
 
-    def write(self, frame: Header | Frame) -> None:
+    def write(self, frame: TraceHeader | Frame) -> None:
         """Append one frame; no effect once the file is closed."""
         if self._file.closed:
             return
@@ -280,7 +280,7 @@ class TraceWriter:
 class Trace(msgspec.Struct, frozen=True):
     """Recorded run; `num_lost_bytes` belong to a truncated last frame."""
 
-    header: Header
+    header: TraceHeader
     frames: list[Frame]
     num_lost_bytes: int
 
@@ -302,7 +302,7 @@ def read_trace(path: Path) -> Trace:
         version = msgspec.msgpack.decode(messages[0], type=_TraceVersion).version
         if version != TRACE_VERSION:
             raise ConfigError(f"{path} is a recorded run of version {version}, not {TRACE_VERSION}")
-        header = msgspec.msgpack.decode(messages[0], type=Header)
+        header = msgspec.msgpack.decode(messages[0], type=TraceHeader)
         decoder = msgspec.msgpack.Decoder(Frame)
         frames: list[Frame] = [decoder.decode(message) for message in messages[1:]]
     except msgspec.MsgspecError as error:

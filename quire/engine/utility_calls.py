@@ -9,8 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.core_ids import numbers_of
-from quire.engine.messages import UtilityCall, UtilityResult
+from quire.engine.messages import UtilityCall, UtilityResult, numbers_of
 from quire.errors import EngineError, ValidationError
 
 logger = logging.getLogger(__name__)

@@ -75,10 +75,7 @@ class LLM(OfflineLLM):
         ]
 
     def _search(
-        self,
-        prompts: list[tuple[PromptType, LoRARequest | None]],
-        params: BeamSearchParams,
-        use_tqdm: bool,
+        self, prompts: list[tuple[PromptType, LoRARequest | None]], params: BeamSearchParams, use_tqdm: bool
     ) -> list[RequestOutput]:
         with self._one_thread, self._abort_on_error() as requests:
             for prompt, adapter in prompts:
@@ -145,11 +142,7 @@ class LLM(OfflineLLM):
 
 
 def beam_search_output(
-    output: RequestOutput,
-    tokenizer: Tokenizer | None,
-    params: BeamSearchParams,
-    *,
-    has_encoder: bool = False,
+    output: RequestOutput, tokenizer: Tokenizer | None, params: BeamSearchParams, *, has_encoder: bool = False
 ) -> BeamSearchOutput:
     """Convert a beam search's output to vLLM's form; if the model `has_encoder`, without the prompt.
 

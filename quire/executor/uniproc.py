@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executor with one worker in the engine core's own process.
 
-`Lane`: executor calls in the caller's thread, or in order on a thread of their own. Invariant: calls run one at a
+`CallQueue`: executor calls in the caller's thread, or in order on a thread of their own. Invariant: calls run one at a
 time in the order in which they were started, and none runs after one has failed.
 
 `select_own_device`: a rank's device has its number among all ranks of all replicas on the host, and is the only one
@@ -35,7 +35,7 @@ from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 
 
-class Lane(ABC):
+class CallQueue(ABC):
     """Queue that runs calls in order, until one fails."""
 
     def __init__(self) -> None:
@@ -59,15 +59,15 @@ class Lane(ABC):
             raise
 
 
-class CallerLane(Lane):
-    """Lane that runs a call in the caller's thread when its result is requested."""
+class CallerQueue(CallQueue):
+    """Queue that runs a call in the caller's thread when its result is requested."""
 
     def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
         return partial(self._run, call)
 
 
-class EagerLane(Lane):
-    """Lane that runs a call at once in the caller's thread, for calls that only enqueue device work."""
+class EagerQueue(CallQueue):
+    """Queue that runs a call at once in the caller's thread, for calls that only enqueue device work."""
 
     def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
         future: Future[Result] = Future()
@@ -78,8 +78,8 @@ class EagerLane(Lane):
         return future.result
 
 
-class ThreadLane(Lane):
-    """Lane that runs calls on a thread while the caller continues.
+class ThreadQueue(CallQueue):
+    """Queue that runs calls on a thread while the caller continues.
 
     All computation must use the same thread: torch keeps its thread pool, and its size, per thread.
     """
@@ -141,13 +141,13 @@ class UniprocExecutor(Executor):
             select_own_device(config, 0)
         device = make_device(config.device.device)
         self._worker = Worker(config, device, shard)
-        overlapping = EagerLane if device.is_asynchronous else ThreadLane
-        self._lane: Lane = overlapping() if config.scheduler.async_scheduling else CallerLane()
+        overlapping = EagerQueue if device.is_asynchronous else ThreadQueue
+        self._queue: CallQueue = overlapping() if config.scheduler.async_scheduling else CallerQueue()
         self._steps: deque[Callable[[], Callable[[], ModelRunnerOutput]]] = deque()
 
     def load(self) -> None:
         self._worker.note_loading = self.note_loading
-        self._lane.start(self._worker.load)()
+        self._queue.start(self._worker.load)()
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
         return self._worker.kv_cache_specs()
@@ -156,34 +156,34 @@ class UniprocExecutor(Executor):
         return self._worker.kv_memory()
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
-        self._lane.start(partial(self._worker.initialize_kv_cache, kv_config))()
+        self._queue.start(partial(self._worker.initialize_kv_cache, kv_config))()
 
     def submit(self, plan: SchedulerOutput) -> None:
-        self._steps.append(self._lane.start(partial(self._execute, plan)))
+        self._steps.append(self._queue.start(partial(self._execute, plan)))
 
     def collect(self) -> ModelRunnerOutput:
         result = self._steps.popleft()()
         return result()
 
     def sleep(self, level: int) -> None:
-        self._lane.start(partial(self._worker.sleep, level))()
+        self._queue.start(partial(self._worker.sleep, level))()
 
     def wake_up(self, tag: str) -> None:
-        failure = self._lane.start(partial(_startup_error, partial(self._worker.wake_up, tag)))()
+        failure = self._queue.start(partial(_startup_error, partial(self._worker.wake_up, tag)))()
         if failure is not None:
             raise failure
 
     def prepare_weights(self, model_dir: str) -> None:
-        self._lane.start(partial(_outcome, partial(self._worker.prepare_weights, model_dir)))().result()
+        self._queue.start(partial(_outcome, partial(self._worker.prepare_weights, model_dir)))().result()
 
     def commit_weights(self, *, keeps_cache: bool = False) -> None:
-        self._lane.start(partial(self._worker.commit_weights, keeps_cache=keeps_cache))()
+        self._queue.start(partial(self._worker.commit_weights, keeps_cache=keeps_cache))()
 
     def drop_weights(self) -> None:
-        self._lane.start(self._worker.drop_weights)()
+        self._queue.start(self._worker.drop_weights)()
 
     def call_workers(self, name: str, args: Sequence[Any]) -> list[Any]:
-        return [self._lane.start(partial(_outcome, partial(self._worker.call, name, args)))().result()]
+        return [self._queue.start(partial(_outcome, partial(self._worker.call, name, args)))().result()]
 
     def use_vocabulary(self, source: Callable[[], Vocabulary]) -> None:
         self._worker.calls["use_vocabulary"](source)
@@ -197,13 +197,13 @@ class UniprocExecutor(Executor):
         return prepared
 
     def drop_adapter(self, key: str) -> None:
-        self._lane.start(partial(self._worker.calls["drop_adapter"], key))()
+        self._queue.start(partial(self._worker.calls["drop_adapter"], key))()
 
     def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:
-        return self._lane.start(partial(self._worker.encode_media, items, budget_s))()
+        return self._queue.start(partial(self._worker.encode_media, items, budget_s))()
 
     def drop_media(self, digests: Sequence[bytes]) -> None:
-        self._lane.start(partial(self._worker.drop_media, digests))()
+        self._queue.start(partial(self._worker.drop_media, digests))()
 
     def open_row_store(self) -> RowStoreInfo:
         return self._worker.open_row_store()
@@ -214,10 +214,10 @@ class UniprocExecutor(Executor):
         return self._worker.rows.start(action, rows, place)
 
     def run_on_worker(self, function: Callable[[Worker], Result]) -> Result:
-        return self._lane.start(partial(_outcome, partial(function, self._worker)))().result()
+        return self._queue.start(partial(_outcome, partial(function, self._worker)))().result()
 
     def shutdown(self) -> None:
-        self._lane.close()
+        self._queue.close()
         self._worker.shutdown()
 
     def _execute(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from quire.errors import ValidationError
-from quire.json_schema.ecma_regex import RegexError, to_rust
-from quire.json_schema.formats import AS_PATTERN
-from quire.json_schema.formats import LIBRARY as LIBRARY_FORMATS
-from quire.json_schema.formats import REFUSED as REFUSED_FORMATS
+from quire.json_schema.ecma_regex import AS_PATTERN, RegexError, to_rust
+from quire.json_schema.ecma_regex import LIBRARY as LIBRARY_FORMATS
+from quire.json_schema.ecma_regex import REFUSED as REFUSED_FORMATS
 from quire.structured_outputs_params import invalid
 
 SCALAR = "scalar"
@@ -193,8 +192,7 @@ _SCHEMAS = Rule(
     "a list of at least one schema",
 )
 _NAMED_SCHEMAS = Rule(
-    lambda value: isinstance(value, dict) and all(map(_is_schema, value.values())),
-    "an object of schemas",
+    lambda value: isinstance(value, dict) and all(map(_is_schema, value.values())), "an object of schemas"
 )
 _NAMES = Rule(
     lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of names"

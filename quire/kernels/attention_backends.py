@@ -126,8 +126,7 @@ class AttentionBackend:
     """Imports and returns the function; called only if `why_not` returned None."""
     capturable: bool = False
     """True if its calls can be captured in a CUDA graph or recorded kernel graph: the same launches for every batch of
-    a
-    size, all visible to the recorder.
+    a size, all visible to the recorder.
     """
 
 

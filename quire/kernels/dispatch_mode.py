@@ -10,8 +10,7 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Base of modes that intercept torch's operations.
 
     torch imports its compiler on the first operation to exclude the mode from compilation, which takes about a second
-    of
-    every start. quire compiles nothing, so this is skipped.
+    of every start. quire compiles nothing, so this is skipped.
     """
 
     @classmethod

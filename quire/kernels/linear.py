@@ -18,8 +18,7 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class RowQuantization:
     """Quantize-dequantize of activation rows, with a scale per `group` inputs of a row (0: all); see
-    `ops.round_rows`.
-    """
+    `ops.round_rows`."""
 
     codes: Literal["int8", "e4m3"]
     group: int = 0
@@ -68,7 +67,7 @@ class WeightScheme:
     "float": as it is. "int8" and "int4": a scale, and without `symmetric` a zero point or a minimum, per output and
     `group_size` values of k; 0: one for all of an output. "fp8" (E4M3, on GPUs): a scale per output or, `per_tensor`,
     one for all; with `fast` activations are quantized to E4M3 too, with a scale per token. int4 that is not `symmetric`
-    is quantized to scales and minimums in blocks (`formats.scaling`) if `two_level`.
+    is quantized to scales and minimums in blocks (`formats.base`) if `two_level`.
 
     On CPUs with `fast`, integers are multiplied with activations quantized to 8 bits, with a scale per token and 64 or
     32 values of k (see `ops.packed_linear`), and bfloat16 with activations rounded to bfloat16; otherwise weights are
@@ -105,7 +104,7 @@ GATED: tuple[FusedActivation, ...] = ("silu_and_mul", "clamped_swiglu")
 """Activations that compute one output from two."""
 
 
-class Native(NamedTuple):
+class NativeWeight(NamedTuple):
     """Packed weight as passed to the C++ kernels."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
@@ -127,13 +126,12 @@ class PackedWeight:
     [P, K / 4, 16, 4] of 8-bit codes, those of int8 with zero point 128; and uint8 [P, K / 8, 16, 4] of 4-bit codes, the
     first four of eight k in the low nibbles and the others in the high ones. K is padded, for codes to whole chunks and
     groups. `scales` and `zeros` are [P, G, 16]: scales in float32, bfloat16 or float16; zeros in uint8, which are zero
-    points, or floats, which are minimums; or either as blocks (`formats.scaling`). Without `zeros` int4's zero point is
+    points, or floats, which are minimums; or either as blocks (`formats.base`). Without `zeros` int4's zero point is
     8.
 
     That is the CPU layout, "panels". In the GPU layout, "rows", outputs are separate: floats [N, K]; int8 or E4M3 [N,
-    K]
-    with scales [N], or of groups [N, G]; 4-bit codes int32 [N, K / 8], K padded to a multiple of 256 (`formats.words`),
-    with scales and zeros [G, N].
+    K] with scales [N], or of groups [N, G]; 4-bit codes int32 [N, K / 8], K padded to a multiple of 256
+    (`formats.grouped`), with scales and zeros [G, N].
     """
 
     scheme: WeightScheme
@@ -147,7 +145,7 @@ class PackedWeight:
     code_sums: Tensor | None = None
     """float32 [P, 16], for plain int8 whose activations have zero points: the sum of each output's integers."""
     native: Any = field(default=None, init=False, repr=False, compare=False)
-    """Kernels' own form, set on first use: `Native`, or a GPU's arrival counters of split-k parts."""
+    """Kernels' own form, set on first use: `NativeWeight`, or a GPU's arrival counters of split-k parts."""
 
     @staticmethod
     def of(

@@ -28,8 +28,7 @@ class SlotMemory:
     """Zeroed memory for the slots of many layers, packed together so that a CPU uses few, huge pages.
 
     Unwritten memory is not committed, except on huge pages that are partly written. A tensor larger than a block gets
-    its
-    own memory.
+    its own memory.
     """
 
     def __init__(self, device: torch.device, block_bytes: int = _BLOCK_BYTES) -> None:

@@ -19,8 +19,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from quire.distributed.group import Group
-from quire.distributed.hosts import HostGroups
+from quire.distributed.group import Group, HostGroups
 from quire.distributed.shared_memory import SharedMemory
 from quire.errors import ConfigError
 from quire.kernels import (
@@ -29,7 +28,6 @@ from quire.kernels import (
     reference_attention,
     reference_collectives,
     reference_experts,
-    reference_low_rank,
     reference_pooling,
     reference_quantized,
     reference_sampling,
@@ -347,7 +345,7 @@ packed_linear = op(
 )
 rounded_linear = op(reference_quantized.rounded_linear, _cpu("linear.rounded_linear", _float32))
 low_rank_linear = op(
-    reference_low_rank.low_rank_linear,
+    reference_experts.low_rank_linear,
     _cpu("low_rank.low_rank_linear", _adds_to_float32),
     _triton("low_rank.low_rank_linear", _of_rank_units),
 )

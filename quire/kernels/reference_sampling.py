@@ -180,11 +180,7 @@ def penalise_rows(
 
 
 def sample_tokens(
-    logits: Tensor,
-    settings: Tensor,
-    keys: Tensor | None,
-    /,
-    limits: SamplingLimits = ANY_LIMITS,
+    logits: Tensor, settings: Tensor, keys: Tensor | None, /, limits: SamplingLimits = ANY_LIMITS
 ) -> Tensor:
     """Sample one token per row: logits [N, V] -> ids [N] int64, -1 for a row whose logits are all -inf.
 

@@ -111,10 +111,8 @@ class VocabEmbedding(MatrixLayer):
 
     `scale` multiplies looked-up rows, rounded to the model's dtype first as in Gemma. A table that `is_head` is packed
     like a linear layer's weight and looked up in that form too: there is one copy. A head may have a `bias`;
-    `unit_rows`
-    divides its rows by their norms. Looked-up rows have `out_dtype`. It is sharded by tokens: a rank looks up its
-    tokens
-    and computes their logits.
+    `unit_rows` divides its rows by their norms. Looked-up rows have `out_dtype`. It is sharded by tokens: a rank looks
+    up its tokens and computes their logits.
     """
 
     quantizes_inputs = True

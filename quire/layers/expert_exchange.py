@@ -51,8 +51,7 @@ class SameTokens:
     """Exchange between ranks with the same tokens, so that no token has to be sent.
 
     Rows of choices are all-reduced; all ranks but one have zeros there. That is exact, takes k times the bytes of a sum
-    of
-    tokens, and has a fixed size, so it can be captured.
+    of tokens, and has a fixed size, so it can be captured.
     """
 
     def __init__(self, group: Group) -> None:

@@ -32,8 +32,7 @@ from quire.layers.expert_exchange import Adapted, ExpertExchange, exchange_of
 from quire.layers.linear import ExactLinear, GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.mlp import GatedMLP, PlainMLP
-from quire.layers.quantized.alternate import Alternate
-from quire.layers.quantized.codec import Codec
+from quire.layers.quantized.codec import Alternate, Codec
 from quire.layers.shard import Shard, StackMember, members_of
 from quire.layers.slot import Slot
 from quire.layers.step import StepContext

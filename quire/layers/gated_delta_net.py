@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear attention with the delta rule: Gated DeltaNet (S. Yang et al., 2024, arXiv:2412.06464) and Kimi Delta
-Attention
-(Kimi team, 2025, arXiv:2510.26692), whose state decays per channel.
+Attention (Kimi team, 2025, arXiv:2510.26692), whose state decays per channel.
 
 Shapes: T tokens of the step, H hidden size, Hk/Hv key and value heads, Dk/Dv their sizes; of Kimi's, h heads of size D
 for keys and values.

@@ -35,8 +35,7 @@ class LatentAttention(Module):
     loading.
 
     `name` identifies the layer's cache and is unique in the model. `norm`, owned by the model, is that of latents.
-    Without
-    `rotary` nothing is rotated.
+    Without `rotary` nothing is rotated.
 
     Raises:
         ConfigError: the requested attention backend or cache dtype is not available.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """State-space mixers: Mamba (Gu and Dao, 2023, arXiv:2312.00752), Mamba 2 (Dao and Gu, 2024, arXiv:2405.21060), PLaMo
-2's
-(Preferred Networks, 2025), LFM2's short convolution (Liquid AI, 2025, arXiv:2511.23404) and Griffin's recurrent block
-(S. De et al., 2024, arXiv:2402.19427).
+2's (Preferred Networks, 2025), LFM2's short convolution (Liquid AI, 2025, arXiv:2511.23404) and Griffin's recurrent
+block (S. De et al., 2024, arXiv:2402.19427).
 
 Shapes: T tokens of the step, H hidden size, C channels, K taps, N states per channel or head, R inputs of time steps,
 h heads of size D, G groups of heads that share b and c, W = h * D width.

@@ -128,12 +128,7 @@ def block_norm(config: EngineConfig, name: str, eps: float | None = None) -> RMS
     offset = arch.norm_offsets.get(name.rpartition(".")[2], arch.norm_offset)
     if arch.norm == "rms":
         return RMSNorm(
-            size=arch.hidden_size,
-            eps=eps,
-            dtype=dtype,
-            has_weight=arch.norm_weight,
-            offset=offset,
-            name=name,
+            size=arch.hidden_size, eps=eps, dtype=dtype, has_weight=arch.norm_weight, offset=offset, name=name
         )
     return LayerNorm(
         size=arch.hidden_size,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import ops, reference
-from quire.kernels.formats.scaling import BLOCK
+from quire.kernels.formats.base import BLOCK
 from quire.kernels.formats.two_level import narrowed
 from quire.kernels.linear import CHUNK, FLOAT, PackedWeight, WeightScheme
 from quire.layers.base import parameter

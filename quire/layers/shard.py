@@ -65,8 +65,7 @@ class ShardSpan:
     """Outputs that are sharded together: `units` of `unit` each, such as heads, which are never split.
 
     `replicated` units may be fewer than the ranks, several of which then hold the same one. With `uneven` the last rank
-    may
-    have fewer than the others.
+    may have fewer than the others.
     """
 
     units: int

@@ -25,7 +25,7 @@ from quire.layers.step import StepContext
 from quire.layers.turns import LayerTurns
 
 
-class Adapters(nn.ModuleDict):
+class TurnAdapters(nn.ModuleDict):
     """Low-rank adapters of one weight, one per turn (Hu et al., 2021, arXiv:2106.09685)."""
 
     def __init__(
@@ -90,10 +90,10 @@ class SharedAttention(Module):
             name=f"{prefix}.qkv_proj",
         )
         self.o_proj = span_linear(config, f"{prefix}.o_proj", wide, (ShardSpan(arch.hidden_size),), "input")
-        self.adapters: list[Adapters] = []
+        self.adapters: list[TurnAdapters] = []
         for part in "qkv" if shared_blocks_of(config).adapts_attention else "":
             name, span = f"linear_{part}_adapter_list", ShardSpan(heads, arch.head_dim)
-            adapters = Adapters(
+            adapters = TurnAdapters(
                 config=config, prefix=f"{prefix}.{name}", turns=turns, inputs=wide, spans=(span,)
             )
             self.add_module(name, adapters)
@@ -139,7 +139,7 @@ class SharedMLP(Module):
         self.gate_up_proj = span_linear(
             config, f"{prefix}.gate_up_proj", hidden.size, (inner, inner), "output", bias
         )
-        self.gate_up_proj_adapter_list = Adapters(
+        self.gate_up_proj_adapter_list = TurnAdapters(
             config=config,
             prefix=f"{prefix}.gate_up_proj_adapter_list",
             turns=turns,

@@ -27,8 +27,7 @@ ALIGNMENT = 64
 """Alignment in bytes of each part of a state."""
 CHECKPOINT_TOKENS = 512
 """Approximate distance of state checkpoints for prefix caching. A state is as large as the keys and values of hundreds
-of
-tokens, so more checkpoints would cost more than the attention that they replace.
+of tokens, so more checkpoints would cost more than the attention that they replace.
 """
 
 Shape = Sequence[int | tuple[ShardSpan, ...]]

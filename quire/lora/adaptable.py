@@ -23,7 +23,7 @@ from quire.layers.matrix import ModuleRows
 from quire.layers.per_head_linear import PerHeadLinear
 from quire.layers.slot import length
 from quire.layers.turns import LayerTurns
-from quire.models.base import CausalLM, Uncut
+from quire.models.base import CausalLM, UnsplitModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +361,7 @@ def adaptable_layers(model: CausalLM) -> Iterator[tuple[list[str], list[str], Ad
     Layers of other pipeline stages are included, so that every stage refuses the same adapters.
     """
     here = {layer for _, layer in model.checkpoint_layers()}
-    layers, head, enters = model.uncut or Uncut([*model.adapter_layers()], model.lm_head)
+    layers, head, enters = model.uncut or UnsplitModel([*model.adapter_layers()], model.lm_head)
     for names, stored, layer in layers:
         if isinstance(layer, Linear) and layer.turns is not None:
             yield from _turn_layers(names, stored, layer, layer.turns, layer in here)

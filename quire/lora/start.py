@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.engine.start_feature import Choice, Resolution, StartFeature
+from quire.engine.start_feature import AutomaticValue, Resolution, StartFeature
 from quire.errors import ConfigError
 from quire.lora.peft_config import CONFIG_NAME, read_peft_config
 
@@ -58,14 +58,16 @@ def _of_checkpoint(config: EngineConfig) -> dict[str, Path]:
     return {kind: path for kind, path in found.items() if (path / CONFIG_NAME).is_file()}
 
 
-def _choices(config: EngineConfig, directories: dict[str, Path]) -> Iterator[Choice]:
+def _choices(config: EngineConfig, directories: dict[str, Path]) -> Iterator[AutomaticValue]:
     lora, adapters = config.lora, [read_peft_config(path) for path in set(directories.values())]
     rank = max(rank for adapter in adapters for rank in (adapter.rank, *adapter.ranks.values()))
     kinds = " and ".join(directories)
-    yield Choice("default_mm_loras", {kind: str(path) for kind, path in directories.items()}, f"of {kinds}")
+    yield AutomaticValue(
+        "default_mm_loras", {kind: str(path) for kind, path in directories.items()}, f"of {kinds}"
+    )
     if not lora.enable_lora:
-        yield Choice("enable_lora", True, f"prompts with {kinds} have adapters")
+        yield AutomaticValue("enable_lora", True, f"prompts with {kinds} have adapters")
         if lora.max_loras < len(adapters):
-            yield Choice("max_loras", len(adapters), "one for each of them")
+            yield AutomaticValue("max_loras", len(adapters), "one for each of them")
     if lora.max_lora_rank < rank:
-        yield Choice("max_lora_rank", rank, "the largest rank of these adapters")
+        yield AutomaticValue("max_lora_rank", rank, "the largest rank of these adapters")

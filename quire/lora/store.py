@@ -181,12 +181,7 @@ class AdapterStore:
         directory = directory_of(request.lora_path)
         try:
             adapter = read_adapter(
-                directory,
-                self._targets,
-                self._max_rank,
-                self._dtype,
-                row_dtype=self._row_dtype,
-                **self._rows,
+                directory, self._targets, self._max_rank, self._dtype, row_dtype=self._row_dtype, **self._rows
             )
         except StartupError as error:
             problem = str(error).replace(f"{directory}/", "")  # clients must not see the path

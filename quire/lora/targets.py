@@ -26,13 +26,7 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import ModuleRows
 from quire.layers.sliced_linear import Slice
 from quire.layers.slot import length
-from quire.lora.adaptable import (
-    Adaptable,
-    AdaptableExpert,
-    AdaptableHead,
-    AdaptableTurn,
-    adaptable_layers,
-)
+from quire.lora.adaptable import Adaptable, AdaptableExpert, AdaptableHead, AdaptableTurn, adaptable_layers
 from quire.models.base import CausalLM
 
 HEAD = "lm_head"

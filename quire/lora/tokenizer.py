@@ -16,11 +16,7 @@ from quire.config import EngineConfig
 from quire.engine.added_tokens import TokenizerSettings, read_settings
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.tokenizer_cache import TokenizerContext
-from quire.engine.tokenizer_files import (
-    TOKENIZER_NAME,
-    read_backend,
-    read_chat_templates,
-)
+from quire.engine.tokenizer_files import TOKENIZER_NAME, read_backend, read_chat_templates
 from quire.errors import ModelLoadError, StartupError, ValidationError
 from quire.lora.peft_config import directory_of
 from quire.models.checkpoint_files import has_file

@@ -195,10 +195,7 @@ METRICS = (
         buckets=TOKEN_S,
     ),
     MetricInfo(
-        "histogram",
-        "e2e_request_latency_seconds",
-        "From a sequence's arrival to its end.",
-        buckets=REQUEST_S,
+        "histogram", "e2e_request_latency_seconds", "From a sequence's arrival to its end.", buckets=REQUEST_S
     ),
     MetricInfo(
         "histogram",
@@ -207,16 +204,10 @@ METRICS = (
         buckets=REQUEST_S,
     ),
     MetricInfo(
-        "histogram",
-        "request_prefill_time_seconds",
-        "From there to its first token.",
-        buckets=REQUEST_S,
+        "histogram", "request_prefill_time_seconds", "From there to its first token.", buckets=REQUEST_S
     ),
     MetricInfo(
-        "histogram",
-        "request_decode_time_seconds",
-        "From its first token to the end.",
-        buckets=REQUEST_S,
+        "histogram", "request_decode_time_seconds", "From its first token to the end.", buckets=REQUEST_S
     ),
     MetricInfo("histogram", "request_inference_time_seconds", "The two together.", buckets=REQUEST_S),
     MetricInfo("gauge", "engine_core_up", "1 while the core is up and has loaded.", vllm=None),

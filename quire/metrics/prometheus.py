@@ -63,10 +63,7 @@ ENCODER_TOTALS = {
     "encoder_seconds": "encode_s",
     "encoder_failures": "num_failed",
 }  # Metric -> field of EncoderStats.
-TRANSFER_GAUGES = {
-    "kv_transfer_leases": "num_leases",
-    "kv_transfer_oldest_lease_seconds": "oldest_lease_s",
-}
+TRANSFER_GAUGES = {"kv_transfer_leases": "num_leases", "kv_transfer_oldest_lease_seconds": "oldest_lease_s"}
 TRANSFER_TOTALS = {
     "kv_transfer_offers": "num_offers",
     "kv_transfer_offered_blocks": "num_offered",

@@ -38,10 +38,10 @@ AHEAD = (
 def main() -> int:
     parent, directory, config = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     with uncollected():
-        from quire.engine.core_service import Parent
+        from quire.engine.core_service import ParentProcess
         from quire.engine.core_start import keep_spare
 
-        Parent(parent, directory).watch()
+        ParentProcess(parent, directory).watch()
         keep_spare({name: value for name, value in os.environ.items() if name not in KEYS})
         _import_ahead()
     if not read_order():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of causal language models: the interface to the worker and to the weight loader.
+"""Base class of causal language models: the interface to the worker and to the weight loader; and its construction.
 
 Shapes: T tokens of the step (a flat batch, no batch dimension), N rows whose logits are wanted, E embedding size,
 H hidden size, V vocabulary rows.
@@ -7,13 +7,16 @@ H hidden size, V vocabulary rows.
 
 from __future__ import annotations
 
+import inspect
+import logging
 import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
+from quire.errors import ModelLoadError
 from quire.layers.base import Layer, Module, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.sliced_linear import SLICES
@@ -24,7 +27,7 @@ from quire.models.stack import Stack
 T = TypeVar("T")
 
 
-class Uncut(NamedTuple):
+class UnsplitModel(NamedTuple):
     """Full model before it was split into pipeline stages; layers of other stages never get memory."""
 
     layers: list[tuple[list[str], list[str], Layer]]
@@ -38,10 +41,9 @@ class CausalLM(Module):
     """Base of all models; the module tree has the checkpoint's names, except for merged and renamed layers.
 
     `merged` maps a merged layer's name to the checkpoint modules that it merges; `renamed` maps a part of a module's
-    path
-    to the checkpoint's, which may be empty; see `CheckpointNames`. Checkpoint tensors that match a pattern of `unused`
-    are
-    skipped. `base_prefix` is missing from the names in checkpoints that were saved without the output head.
+    path to the checkpoint's, which may be empty; see `CheckpointNames`. Checkpoint tensors that match a pattern of
+    `unused` are skipped. `base_prefix` is missing from the names in checkpoints that were saved without the output
+    head.
     """
 
     merged: Mapping[str, tuple[str, ...]] = {}
@@ -57,7 +59,7 @@ class CausalLM(Module):
     """None in a pooling model, and in all stages but the last."""
     other_stage_tensors: frozenset[str] = frozenset()
     """Checkpoint tensors of other pipeline stages."""
-    uncut: Uncut | None = None
+    uncut: UnsplitModel | None = None
     """None: the model is in one stage."""
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
@@ -69,8 +71,7 @@ class CausalLM(Module):
         """Compute hidden states [T, H] of the step's tokens, and update the cache.
 
         `inputs` are ids [T] int64, or rows [T, E] as the token embedding returns them. `positions` are [T], or [P, T]
-        for a
-        model with several per token.
+        for a model with several per token.
         """
         raise NotImplementedError
 
@@ -214,3 +215,51 @@ def output_head(config: EngineConfig, embedding: VocabEmbedding, name: str) -> V
         unit_rows=arch.head_of_unit_rows,
         name=name,
     )
+
+
+logger = logging.getLogger(__name__)
+
+_OLD_STYLE: dict[str, Callable[[EngineConfig], Any]] = {
+    "config": lambda config: config.arch,
+    "model_config": lambda config: config.model,
+    "cache_config": lambda config: config.cache,
+    "quant_config": lambda config: config.quantization,
+    "scheduler_config": lambda config: config.scheduler,
+    "parallel_config": lambda config: config.parallel,
+    "lora_config": lambda config: config.lora if config.lora.enable_lora else None,
+}
+"""Old-style constructor parameter -> the part of the configuration that it gets."""
+
+
+_REST = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def construct(model_cls: type[CausalLM], config: EngineConfig, prefix: str = "") -> CausalLM:
+    """Return a model object, constructed by `(*, config: EngineConfig, prefix="")` or by old-style parameter names.
+
+    An old-style constructor takes `ModelArch` as `config`, and is recognized by its other parameters, from
+    `_OLD_STYLE`.
+    Such a class calls `torch.nn.Module.__init__`, and its `config` is set afterwards.
+
+    Raises:
+        ModelLoadError: the constructor has other required parameters.
+    """
+    parameters = inspect.signature(model_cls).parameters
+    named: dict[str, Any] = {"prefix": prefix} if "prefix" in parameters else {}
+    beside = parameters.keys() & _OLD_STYLE.keys() - {"config"}
+    if not beside:
+        return model_cls(config=config, **named)
+    needed = {name for name, one in parameters.items() if one.default is one.empty and one.kind not in _REST}
+    unknown = sorted(needed - _OLD_STYLE.keys() - {"prefix"})
+    if unknown:
+        raise ModelLoadError(
+            f"{model_cls.__module__}:{model_cls.__qualname__} wants {', '.join(unknown)}; a model is made by "
+            "(*, config: EngineConfig, prefix: str)"
+        )
+    logger.warning(
+        "%s has an old-style constructor; give it (*, config: EngineConfig, prefix)", model_cls.__name__
+    )
+    given: dict[str, Any] = {name: _OLD_STYLE[name](config) for name in parameters if name in _OLD_STYLE}
+    model: Any = model_cls(**given, **named)
+    model.config = config
+    return model

@@ -123,12 +123,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "DeciLM 7B, Llama Nemotron Super 49B and Ultra 253B",
             oracle="plain torch",
         ),
-        BuiltIn(
-            "DeepseekForCausalLM",
-            "deepseek:read_deepseek_moe",
-            "DeepSeekMoE 16B",
-            oracle="plain torch",
-        ),
+        BuiltIn("DeepseekForCausalLM", "deepseek:read_deepseek_moe", "DeepSeekMoE 16B", oracle="plain torch"),
         BuiltIn("DeepseekV2ForCausalLM", "deepseek:read_deepseek_v2", "DeepSeek-V2, V2 Lite, V2.5, Coder V2"),
         BuiltIn("DeepseekV3ForCausalLM", "deepseek:read_deepseek_v3", "DeepSeek-V3, V3.1, R1, Kimi K2"),
         BuiltIn("DiffLlamaForCausalLM", "llama_like:read_diffllama", "DiffLlama 0.3B"),
@@ -293,10 +288,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("StableLmForCausalLM", "gpt2:read_stablelm", "StableLM 2, StableLM 3B, Stable Code"),
         BuiltIn("Starcoder2ForCausalLM", "gpt2:read_starcoder2", "StarCoder 2"),
         BuiltIn(
-            "TeleChat2ForCausalLM",
-            "llama_like:read_telechat",
-            "TeleChat 2 3B to 115B",
-            oracle="plain torch",
+            "TeleChat2ForCausalLM", "llama_like:read_telechat", "TeleChat 2 3B to 115B", oracle="plain torch"
         ),
         BuiltIn(
             "TelechatForCausalLM", "llama_like:read_telechat", "TeleChat 7B and 12B", oracle="plain torch"
@@ -306,10 +298,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("XverseForCausalLM", "llama:read_llama", "XVERSE 7B to 65B", oracle="Llama of transformers"),
         BuiltIn("YoutuForCausalLM", "deepseek:read_youtu", "Youtu-LLM 2B"),
         BuiltIn(
-            "Zamba2ForCausalLM",
-            "mamba:read_zamba2",
-            "Zamba 2 1.2B to 7B",
-            model="zamba2:Zamba2ForCausalLM",
+            "Zamba2ForCausalLM", "mamba:read_zamba2", "Zamba 2 1.2B to 7B", model="zamba2:Zamba2ForCausalLM"
         ),
     )
 }

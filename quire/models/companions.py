@@ -44,7 +44,7 @@ _USUAL_ENCODER = {
 
 
 @dataclass(frozen=True)
-class Assembled:
+class AssembledConfig:
     """Config of a whole model with those of its parts, and the last fields of `Multimodal`."""
 
     config: JsonObject
@@ -66,7 +66,7 @@ class Assembled:
 
 def assemble(
     architecture: str, config: JsonObject, overrides: Mapping[str, Any], model_dir: Path, find: FindModel
-) -> Assembled:
+) -> AssembledConfig:
     """Return the config of a model whose parts may be elsewhere; of any other model the config as it is.
 
     Args:
@@ -78,7 +78,7 @@ def assemble(
     """
     wrapper = WRAPPERS.get(architecture)
     if wrapper is None or not wrapper.has_companions:
-        return Assembled(config)
+        return AssembledConfig(config)
     stored = StoredTensors(model_dir).names
     language, language_dir = _part(config, stored, TEXT, _LANGUAGE_ID, _LANGUAGE_PREFIX, find)
     encoder, encoder_dir = _part(config, stored, AUDIO, _ENCODER_ID, _ENCODER_PREFIX, find)
@@ -89,7 +89,7 @@ def assemble(
     if values.get(_PLACEHOLDER) == _OLD_DEFAULT and _is_in_vocabulary(_OLD_DEFAULT, parts[TEXT]):
         del values[_PLACEHOLDER]  # a word of this language model
     extractor = _extractor(model_dir, encoder_dir, parts[AUDIO])
-    return Assembled(
+    return AssembledConfig(
         JsonObject(config.where, values, refused=config.refused),
         language_dir,
         encoder_dir,

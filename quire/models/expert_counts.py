@@ -12,7 +12,7 @@ _ONE_OF_THEM = re.compile(r"^(?P<layer>.*\bexperts)\.(?P<index>\d+)\.")
 
 
 @dataclass(frozen=True)
-class Difference:
+class ExpertCountDifference:
     """Numbers of experts of some layers, given by their paths."""
 
     wanted: int
@@ -35,14 +35,14 @@ class Difference:
         return min(self.wanted, self.found)
 
 
-def differences(wanted: Iterable[str], found: Iterable[str]) -> list[Difference]:
+def differences(wanted: Iterable[str], found: Iterable[str]) -> list[ExpertCountDifference]:
     """Return the differences between the wanted and the stored tensors, if experts are stored one by one in both."""
     ours, theirs = _counts(wanted), _counts(found)
     layers: dict[tuple[int, int], list[str]] = defaultdict(list)
     for layer in ours.keys() & theirs.keys():
         if ours[layer] != theirs[layer]:
             layers[ours[layer], theirs[layer]].append(layer)
-    return [Difference(*counts, tuple(sorted(names))) for counts, names in sorted(layers.items())]
+    return [ExpertCountDifference(*counts, tuple(sorted(names))) for counts, names in sorted(layers.items())]
 
 
 def _counts(tensors: Iterable[str]) -> Mapping[str, int]:

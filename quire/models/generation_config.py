@@ -136,9 +136,8 @@ def _of_config(directory: Path) -> JsonObject:
 
 
 def sampling_defaults(file: JsonObject) -> dict[str, float]:
-    """Return the defaults from an object with generation_config.json's keys; raises as `read_generation_config`
-    does.
-    """
+    """Return the defaults from an object with generation_config.json's keys; raises as
+    `read_generation_config` does."""
     found = {
         name: file.number(name, low=low, high=high) for name, (low, high) in _SAMPLING.items() if name in file
     }

@@ -31,8 +31,7 @@ from quire.models.generation_config import (
 )
 from quire.models.json_object import JsonObject, read_json_object
 from quire.models.multimodal import language_model_of
-from quire.models.quantized.experts import as_stored
-from quire.models.quantized.reader import read_quantization
+from quire.models.quantized.reader import as_stored, read_quantization
 from quire.models.registry import ModelRegistry
 from quire.models.tied_head import TIE, with_stored_head
 from quire.models.weight_files import INDEX_NAME, SINGLE_NAME, StoredTensors

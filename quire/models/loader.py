@@ -22,10 +22,9 @@ from quire.layers.attention import attention_backends
 from quire.layers.base import Layer, device_type, model_dtype
 from quire.layers.shard import WHOLE, Shard
 from quire.layers.sliced_linear import slice_sums
-from quire.models.base import CausalLM
+from quire.models.base import CausalLM, construct
 from quire.models.bounded_directory import GIB, BoundedDirectory
 from quire.models.cache_scales import load_cache_scales
-from quire.models.construction import construct
 from quire.models.methods import log_methods, quant_methods
 from quire.models.packed_cache import SUFFIX, PackedCache, packed_key
 from quire.models.random_weights import AnyWeights, RandomWeights

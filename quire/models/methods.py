@@ -19,17 +19,16 @@ from quire.config.encoding import Encoding
 from quire.config.quantization import FOUR_BITS
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import cpu
-from quire.kernels.formats.scaling import BLOCK
+from quire.kernels.formats.base import BLOCK
 from quire.kernels.linear import RowQuantization, WeightScheme
 from quire.layers.base import Layer, device_type
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import QKVLinear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import Float, Int4FinerValues, QuantMethod, method_of
-from quire.layers.quantized.codec import Codec
+from quire.layers.quantized.codec import Codec, codec_of
 from quire.layers.quantized.merged import merged_scheme
 from quire.layers.quantized.method import EncodedModule, EncodedWeights, Packed
-from quire.layers.quantized.table import codec_of
 from quire.layers.shard import ShardSpan
 from quire.layers.slot import FLOATS
 from quire.models.base import CausalLM
@@ -205,11 +204,7 @@ class _Encodings:
         # On a GPU, activations for E4M3 weights are quantized, if the checkpoint specifies it.
         fast = self._scheme.fast and not (whole.kind == "fp8" and any(each.weight_only for each in modules))
         scheme = replace(
-            self._scheme,
-            kind=whole.kind,
-            group_size=whole.group_size,
-            symmetric=whole.symmetric,
-            fast=fast,
+            self._scheme, kind=whole.kind, group_size=whole.group_size, symmetric=whole.symmetric, fast=fast
         )
         if not any(module.codec.reorders for module in modules):
             return Packed(scheme)

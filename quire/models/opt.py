@@ -76,11 +76,7 @@ class OPTDecoder(Stack):
         )
         self.project_in, self.project_out = (
             Linear(
-                in_features=size_in,
-                out_features=size_out,
-                bias=False,
-                dtype=dtype,
-                name=f"{prefix}.{name}",
+                in_features=size_in, out_features=size_out, bias=False, dtype=dtype, name=f"{prefix}.{name}"
             )
             if projected
             else NoProjection()

@@ -116,7 +116,7 @@ class PackedCache:
             file = SafetensorsFile(self.path)
             self._check(file)
         except ModelLoadError as error:
-            logger.warning("packed weights are made again: %s", error)
+            logger.warning("packing the weights again: %s", error)
             return None
         self._directory.touch(self.path)
         infos = [info for info in file.tensors.values() if not info.name.startswith("_")]
@@ -132,7 +132,7 @@ class PackedCache:
             with self._directory.new_file(self.path, num_bytes + _SEAL_BYTES) as file:
                 self._write(file, header, tensors)
         except OSError as error:
-            logger.warning("packed weights are not kept in %s: %s", self._directory.path, error.strerror)
+            logger.warning("packed weights cannot be stored in %s: %s", self._directory.path, error.strerror)
             return
         logger.info("packed weights written to %s in %.2f s", self.path, time.monotonic() - started)
 

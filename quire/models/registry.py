@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from quire.models.bidirectional import with_bidirectional
 from quire.models.built_in import BUILT_IN, ENCODERS, PARTS, BuiltIn
+from quire.models.families.fields import with_bidirectional
 from quire.models.transformers_backend.reader import transformers_has
 from quire.plugins import PluginTable, import_place, instance_of
 

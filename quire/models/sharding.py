@@ -51,7 +51,7 @@ from quire.layers.rotary import RotaryEmbedding, Unrotated
 from quire.layers.rwkv7 import ChannelMix, TimeMix, TokenShift, VectorRows
 from quire.layers.self_attention import SelfAttention
 from quire.layers.shard import Shard
-from quire.layers.shared_block import Adapters, SharedAttention, SharedBlock, SharedMLP
+from quire.layers.shared_block import SharedAttention, SharedBlock, SharedMLP, TurnAdapters
 from quire.layers.states import StateCache
 from quire.layers.vectors import OutBias
 from quire.models.block_kinds import BLOCKS
@@ -141,7 +141,7 @@ _ZAMBA2 = frozenset(
         SharedBlock,
         SharedAttention,
         SharedMLP,
-        Adapters,
+        TurnAdapters,
     }
 )
 _RWKV7 = frozenset({RWKV7ForCausalLM, RWKV7Decoder, RWKV7Layer, TimeMix, ChannelMix, TokenShift, VectorRows})

@@ -30,7 +30,7 @@ NUM_BUFFERS = 8
 MAX_THREADS = 6
 
 
-class Copied(Protocol):
+class InFlightCopy(Protocol):
     """Copy in flight."""
 
     def synchronize(self) -> None:
@@ -46,7 +46,7 @@ class CopyStream(Protocol):
     def begin(self) -> None:
         """Order later copies after all computation launched so far."""
 
-    def send(self, staged: Tensor, slot: Slot) -> Copied:
+    def send(self, staged: Tensor, slot: Slot) -> InFlightCopy:
         """Fill a device slot from a tensor in pinned memory."""
 
     def end(self) -> None:
@@ -67,11 +67,11 @@ class GpuCopyStream:
     def begin(self) -> None:
         self._stream.wait_stream(self._module.current_stream(self._device))
 
-    def send(self, staged: Tensor, slot: Slot) -> Copied:
+    def send(self, staged: Tensor, slot: Slot) -> InFlightCopy:
         # Memory allocated on this stream is reused only by this stream.
         with self._module.stream(self._stream):
             slot.fill(staged.to(self._device, non_blocking=True))
-            event: Copied = self._module.Event()
+            event: InFlightCopy = self._module.Event()
             event.record(self._stream)  # type: ignore[attr-defined]
         return event
 
@@ -82,7 +82,7 @@ class GpuCopyStream:
 @dataclass
 class _Buffer:
     memory: Tensor
-    last_copy: Copied | None = None
+    last_copy: InFlightCopy | None = None
 
     def wait(self) -> None:
         """Block until the buffer may be overwritten."""

@@ -3,8 +3,7 @@
 
 Invariant: a stage has the layers of its config, or else those of `partition`, which depends on the layers' costs and
 caches and on `--pipeline-partition` alone; the caller that measures costs must give all ranks the same ones. The
-tensors
-of other stages are those of the whole model without slots here.
+tensors of other stages are those of the whole model without slots here.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quire.distributed.group import ALONE, Group
 from quire.errors import ConfigError
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.kv_cache import cache_users
-from quire.models.base import CausalLM, Uncut
+from quire.models.base import CausalLM, UnsplitModel
 from quire.models.decoder import Decoder, DecoderForCausalLM
 from quire.models.encoder import EncoderModel, EncoderStack
 from quire.models.gemma3n import Gemma3nDecoder, Gemma3nForCausalLM
@@ -80,8 +79,7 @@ def balanced(
     """Return contiguous stage sizes, each at least one, that minimize the largest sum of costs.
 
     If possible, each stage has a layer with a cache (`keep`; by default all have one), and none begins with a layer
-    that is
-    `joined` to the one before it.
+    that is `joined` to the one before it.
     """
     sums, kept = [0, *accumulate(costs)], [0, *accumulate(keep or [True] * len(costs))]
 
@@ -112,8 +110,7 @@ def bytes_read(model: CausalLM, stack: Stack) -> list[int]:
     """Return the bytes that a step reads of each layer; modules of the first or last stage only count with its layer.
 
     Reading them takes most of a step's time. A lookup table counts almost nothing; experts count in full, although a
-    step
-    may read a few.
+    step may read a few.
     """
     costs = [_num_bytes([layer]) for layer in stack.layers]
     entering = stack.end_modules(stack.entering)
@@ -198,7 +195,7 @@ def apply_stage(model: CausalLM, stage: Stage) -> None:
     sizes = stage.sizes or partition(model, stack, stage.of)
     first = sum(sizes[: stage.index])
     names = model.checkpoint_slots().keys()
-    model.uncut = Uncut([*model.adapter_layers()], model.lm_head, stage.is_first)
+    model.uncut = UnsplitModel([*model.adapter_layers()], model.lm_head, stage.is_first)
     if not stage.is_last:
         model.drop_head()
     stack.apply_stage(range(first, first + sizes[stage.index]), _read_here_too(model, stage))

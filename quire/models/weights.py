@@ -97,8 +97,7 @@ class CheckpointWeights:
 
     Raises:
         ModelLoadError: no weight file; a corrupt file; tensors that are missing, left over, stored twice, or of the
-            wrong
-            shape or dtype; parts that are read twice or not at all. One message names all files and tensors.
+            wrong shape or dtype; parts that are read twice or not at all. One message names all files and tensors.
     """
 
     def __init__(

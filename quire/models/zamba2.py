@@ -105,10 +105,7 @@ class Zamba2Decoder(Stack):
                 turns = range(turn, len(own.layers), own.count)
                 blocks.append(
                     SharedBlock(
-                        config=config,
-                        prefix=f"{at}.shared_transformer",
-                        turns=turns,
-                        rotary=rotaries[layer],
+                        config=config, prefix=f"{at}.shared_transformer", turns=turns, rotary=rotaries[layer]
                     )
                 )
             block = blocks[turn % own.count]

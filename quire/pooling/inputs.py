@@ -21,7 +21,7 @@ from quire.errors import ValidationError
 from quire.pooling_params import DEFAULT_TEXT_OPTIONS, WHOLE_CONTEXT, PoolingParams, TextOptions
 
 
-class Fitter:
+class TruncatingTokenizer:
     """Tokenizer of texts or pairs to at most so many tokens; not thread-safe.
 
     Args:
@@ -315,10 +315,10 @@ class PoolingInputs:
         own = "right" if self._tokenizer is None else self._tokenizer.truncation_side
         return options.truncation_side or own
 
-    def _fitter(self, options: TextOptions) -> Fitter:
+    def _fitter(self, options: TextOptions) -> TruncatingTokenizer:
         if self._tokenizer is None:
             raise ValidationError("text prompts need a tokenizer; pass token ids", param="prompt")
-        return Fitter(
+        return TruncatingTokenizer(
             self._tokenizer, side=self._side(options), add_special_tokens=options.add_special_tokens
         )
 

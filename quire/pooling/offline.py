@@ -25,7 +25,7 @@ from quire.pooling.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from quire.pooling.server.scoring import Scoring, Windows, is_normalized, template_composer
+from quire.pooling.server.scoring import Scoring, TextWindows, is_normalized, template_composer
 from quire.pooling_params import (
     CLASSIFY,
     DEFAULT_TEXT_OPTIONS,
@@ -224,7 +224,7 @@ class OfflinePooling(OfflineEngine):
             raise ValidationError(
                 "average_windows needs texts, or token ids within the context", param="prompt"
             )
-        windows = Windows(inputs, options)
+        windows = TextWindows(inputs, options)
         pooled = self._pool(
             windows.prompts(texts), wanted, EMBED, lora_request=lora_request, use_tqdm=use_tqdm
         )
@@ -251,12 +251,7 @@ class OfflinePooling(OfflineEngine):
         )
 
     def _by_plugin(
-        self,
-        data: Any,
-        params: PerPrompt,
-        task: str | None,
-        lora_request: LoRARequest | None,
-        use_tqdm: bool,
+        self, data: Any, params: PerPrompt, task: str | None, lora_request: LoRARequest | None, use_tqdm: bool
     ) -> PoolingRequestOutput[Any]:
         if task not in (None, PLUGIN):
             raise ValidationError(f'the task of {{"data": ...}} must be plugin, got {task}', param="task")

@@ -24,7 +24,7 @@ from quire.scheduler.output import NewRequestData, Pooled
 from quire.worker.feature import RunnerContext, RunnerPart, WorkerFeature
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout
-from quire.worker.launched_step import LaunchedStep, Outcome
+from quire.worker.launched_step import LaunchedStep, StepOutcome
 from quire.worker.pipeline import LanguageModel
 from quire.worker.transfers import Transfers
 
@@ -117,7 +117,7 @@ class PooledStep:
 
     each: Sequence[PooledNumbers]
 
-    def complete(self, step: LaunchedStep, outcome: Outcome) -> None:
+    def complete(self, step: LaunchedStep, outcome: StepOutcome) -> None:
         """Add the outputs to the outcome; a request whose numbers are not finite fails."""
         for one in self.each:
             numbers = one.read()
@@ -149,11 +149,7 @@ class Pooler(RunnerPart):
     reads_all_tokens = True
 
     def __init__(
-        self,
-        batch: InputBatch,
-        model: LanguageModel,
-        spec: PoolingSpec | None,
-        transfers: Transfers,
+        self, batch: InputBatch, model: LanguageModel, spec: PoolingSpec | None, transfers: Transfers
     ) -> None:
         self._batch = batch
         self._model = model

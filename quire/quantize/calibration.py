@@ -141,13 +141,13 @@ def _lines(path: Path, text: str, template: ChatTemplate | None) -> Iterator[str
             value = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"--calibration {path}: entry {number} is no JSON: {error}") from error
-        said = _said(value, template)
-        if said is None:
+        entry = _text_of(value, template)
+        if entry is None:
             raise ConfigError(f'--calibration {path}: entry {number} has neither "messages" nor "text"')
-        yield said
+        yield entry
 
 
-def _said(value: Any, template: ChatTemplate | None) -> str | None:
+def _text_of(value: Any, template: ChatTemplate | None) -> str | None:
     if not isinstance(value, dict):
         return None
     text, messages = value.get("text"), value.get("messages")

@@ -34,15 +34,15 @@ class InputStatistics:
         self.num_rows += len(rows)
         self._num_held += len(rows)
         if self._num_held >= _MOST_HELD:
-            self._settle()
+            self._accumulate_held()
 
     @property
     def gram(self) -> Tensor:
         """X^T X: [K, K]."""
-        self._settle()
+        self._accumulate_held()
         return self._gram
 
-    def _settle(self) -> None:
+    def _accumulate_held(self) -> None:
         """Accumulate the held rows: a matmul of many rows takes less time per row than one of few."""
         if self._held:
             rows = torch.cat(self._held)
@@ -53,7 +53,7 @@ class InputStatistics:
     @property
     def magnitudes(self) -> Tensor:
         """Mean magnitude of each input: [K]."""
-        self._settle()
+        self._accumulate_held()
         return self._magnitudes / self.num_rows
 
     @property

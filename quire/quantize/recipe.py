@@ -27,10 +27,12 @@ class Recipe:
         if self.method not in METHODS:
             raise ConfigError(f"--method must be one of {', '.join(METHODS)}, got {self.method!r}")
         if self.calibration is not None and not self.calibrates:
-            raise ConfigError("--calibration means nothing with --method rtn, which looks at weights alone")
+            raise ConfigError(
+                "--calibration has no effect with --method rtn, which reads weights only: leave one of them out"
+            )
         if self.act_order is not None and not self.compensates:
             raise ConfigError(
-                f"--act-order means nothing with --method {self.method}: it is the order of gptq and awq-gptq"
+                f"--act-order has no effect with --method {self.method}: it is for gptq and awq-gptq"
             )
 
     @property

@@ -24,14 +24,13 @@ from quire.models.gguf.model import is_gguf
 from quire.models.loader import without_weights
 from quire.models.weights import CheckpointWeights, MappedCopy
 from quire.progress import Progress, tracked
-from quire.quantize.awq import best_scales
 from quire.quantize.calibration import CHATS, GENERAL, CalibrationSet, read_sequences
 from quire.quantize.files import CheckpointWriter, new_checkpoint
-from quire.quantize.gptq import gptq
 from quire.quantize.grid import IntegerGrid
 from quire.quantize.inputs import InputStatistics
 from quire.quantize.recipe import Recipe
-from quire.quantize.sites import Divided, Site, find_sites, fitted, left_alone, rounds
+from quire.quantize.rounding import best_scales, gptq
+from quire.quantize.sites import DividedRows, QuantizationSite, find_sites, fitted, left_alone, rounds
 
 _SHARD_BYTES = 4 * 2**30
 
@@ -104,7 +103,7 @@ def _sequences(config: EngineConfig, recipe: Recipe) -> list[Sequence[int]]:
 
 
 def _round(
-    members: Sequence[Site],
+    members: Sequence[QuantizationSite],
     inputs: Inputs,
     tensors: EditedTensors,
     recipe: Recipe,
@@ -132,7 +131,7 @@ def _round(
     return stands_for
 
 
-def _by_dtype(site: Site, weights: CheckpointWeights) -> dict[torch.dtype, list[str]]:
+def _by_dtype(site: QuantizationSite, weights: CheckpointWeights) -> dict[torch.dtype, list[str]]:
     """Group a site's modules by the dtype of their scales; a group has the same inputs and is rounded as one."""
     names: dict[torch.dtype, list[str]] = {}
     for name in site.modules:
@@ -141,7 +140,7 @@ def _by_dtype(site: Site, weights: CheckpointWeights) -> dict[torch.dtype, list[
 
 
 def _fold_scales(
-    members: Sequence[Site],
+    members: Sequence[QuantizationSite],
     inputs: Inputs,
     tensors: EditedTensors,
     recipe: Recipe,
@@ -213,7 +212,7 @@ class EditedTensors:
             tensor = edit(tensor)
         return tensor
 
-    def matrix(self, site: Site) -> Tensor:
+    def matrix(self, site: QuantizationSite) -> Tensor:
         """Return the concatenated weights of a site's modules: [N, K]."""
         return torch.cat([self.read(f"{name}.weight") for name in site.modules])
 
@@ -222,7 +221,7 @@ class EditedTensors:
         stored = self._weights.whole(name)
         return self.read(name).to(stored.dtype) if name in self._edits else stored
 
-    def scale_inputs(self, site: Site, scales: Tensor) -> None:
+    def scale_inputs(self, site: QuantizationSite, scales: Tensor) -> None:
         """Multiply the columns of a site's weights, and divide the tensors that produce its inputs."""
         for name in site.modules:
             self._edits[f"{name}.weight"].append(lambda tensor: tensor * scales)
@@ -230,7 +229,7 @@ class EditedTensors:
             self._edits[part.tensor].append(_divided(part, scales))
 
 
-def _divided(part: Divided, scales: Tensor) -> Edit:
+def _divided(part: DividedRows, scales: Tensor) -> Edit:
     def edit(tensor: Tensor) -> Tensor:
         by = scales if tensor.dim() == 1 else scales.unsqueeze(1)
         tensor[part.rows] = (tensor[part.rows] + part.offset) / by - part.offset

@@ -19,13 +19,13 @@ from quire.quantize.grid import AUTO, GROUP_SIZES, IntegerGrid
 _FEWEST_OUTPUTS = 16
 """Least outputs to quantize: a gate of a few saves nothing, and other engines want it in floats."""
 _ROUND_BYTES = 2 * 2**30
-_MOST_TOLD = 4
+_MOST_NAMED = 4
 _PRODUCTS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 """Activations of a gated MLP whose output is proportional to up."""
 
 
 @dataclass(frozen=True)
-class Divided:
+class DividedRows:
     """Rows of a tensor that can be divided by the scales of a layer's inputs; `offset` is added to them first."""
 
     tensor: str
@@ -34,12 +34,12 @@ class Divided:
 
 
 @dataclass(frozen=True)
-class Site:
+class QuantizationSite:
     """Linear layer and the checkpoint's modules that it holds."""
 
     layer: Linear
     modules: tuple[str, ...]
-    source: tuple[Divided, ...] = ()
+    source: tuple[DividedRows, ...] = ()
     """Tensors that produce its inputs and no other layer's; empty: none can absorb scales."""
 
     @property
@@ -49,7 +49,7 @@ class Site:
         return 4 * self.layer.inputs * (self.layer.inputs * self.layer.takes_adapters + outputs)
 
 
-def find_sites(model: CausalLM, weights: CheckpointWeights) -> list[Site]:
+def find_sites(model: CausalLM, weights: CheckpointWeights) -> list[QuantizationSite]:
     """Return the linear layers whose weights the checkpoint has as floats [N, K], each in a module of its own.
 
     Raises:
@@ -69,13 +69,13 @@ def find_sites(model: CausalLM, weights: CheckpointWeights) -> list[Site]:
             f"{type(model).__name__} has no linear layer with a matrix [N, K] of its own in the checkpoint"
         )
     return [
-        Site(layer, names, tuple(_source(layer, linear, names_of, weights)))
+        QuantizationSite(layer, names, tuple(_source(layer, linear, names_of, weights)))
         for layer, names in linear.items()
         if isinstance(layer, Linear)
     ]
 
 
-def left_alone(model: CausalLM, sites: Sequence[Site]) -> list[str]:
+def left_alone(model: CausalLM, sites: Sequence[QuantizationSite]) -> list[str]:
     """Return the modules with other matmul weights, named as readers of the checkpoint expect."""
     quantized = {name for site in sites for name in site.modules}
     others = [
@@ -88,7 +88,7 @@ def left_alone(model: CausalLM, sites: Sequence[Site]) -> list[str]:
     return list(dict.fromkeys(["lm_head", *others]))
 
 
-def fitted(grid: IntegerGrid, sites: Sequence[Site]) -> IntegerGrid:
+def fitted(grid: IntegerGrid, sites: Sequence[QuantizationSite]) -> IntegerGrid:
     """Return the grid with its group size; `AUTO` becomes the largest that divides all layers' inputs.
 
     Raises:
@@ -101,18 +101,18 @@ def fitted(grid: IntegerGrid, sites: Sequence[Site]) -> IntegerGrid:
     return grid
 
 
-def check_groups(sites: Sequence[Site], grid: IntegerGrid) -> None:
+def check_groups(sites: Sequence[QuantizationSite], grid: IntegerGrid) -> None:
     """Raise ConfigError if the inputs of some layers are not a whole number of groups."""
     wrong = [site for site in sites if site.layer.inputs % grid.group_size]
     if wrong:
-        told = ", ".join(f"{site.modules[0]} ({site.layer.inputs} inputs)" for site in wrong[:_MOST_TOLD])
-        more = f" and {len(wrong) - _MOST_TOLD} more" if len(wrong) > _MOST_TOLD else ""
-        raise ConfigError(f"--group-size {grid.group_size} does not divide {told}{more}")
+        named = ", ".join(f"{site.modules[0]} ({site.layer.inputs} inputs)" for site in wrong[:_MOST_NAMED])
+        more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        raise ConfigError(f"--group-size {grid.group_size} does not divide {named}{more}")
 
 
-def rounds(sites: Sequence[Site]) -> Iterator[list[Site]]:
+def rounds(sites: Sequence[QuantizationSite]) -> Iterator[list[QuantizationSite]]:
     """Yield sites in order, as many at a time as fit the memory budget; an MLP's two stay together."""
-    taken: list[Site] = []
+    taken: list[QuantizationSite] = []
     for site in sites:
         full = sum(each.num_bytes for each in (*taken, site)) > _ROUND_BYTES
         source: object = site.layer.source
@@ -134,13 +134,13 @@ def _source(
     linear: dict[Layer, tuple[str, ...]],
     names_of: dict[Layer, tuple[str, ...]],
     weights: CheckpointWeights,
-) -> Iterator[Divided]:
+) -> Iterator[DividedRows]:
     source = layer.source if isinstance(layer, Linear) else None
     if isinstance(source, RMSNorm) and weights.has(f"{names_of[source][0]}.weight"):
-        yield Divided(f"{names_of[source][0]}.weight", slice(None), source.offset)
+        yield DividedRows(f"{names_of[source][0]}.weight", slice(None), source.offset)
     if isinstance(source, GateUpLinear) and source in linear and source.activation in _PRODUCTS:
         modules, size = linear[source], source.spans[1].size
         first = 0 if len(modules) > 1 or source.up_first else size
         for leaf in ("weight", "bias"):
             if weights.has(f"{modules[-1]}.{leaf}"):
-                yield Divided(f"{modules[-1]}.{leaf}", slice(first, first + size))
+                yield DividedRows(f"{modules[-1]}.{leaf}", slice(first, first + size))

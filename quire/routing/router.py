@@ -29,7 +29,7 @@ from quire.scheduler.output import SchedulerStats
 K = TypeVar("K", bound=Hashable)
 
 
-class Recent(Generic[K]):
+class LruSet(Generic[K]):
     """LRU set of at most `max_keys` keys."""
 
     def __init__(self, max_keys: int) -> None:
@@ -70,7 +70,7 @@ class CachedPrefixes:
 
     def __init__(self, max_blocks: int) -> None:
         self._reported: set[int] = set()
-        self._sent: Recent[int] = Recent(max_blocks)
+        self._sent: LruSet[int] = LruSet(max_blocks)
 
     def __contains__(self, block: int) -> bool:
         return block in self._reported or block in self._sent
@@ -128,7 +128,7 @@ class RoutingPolicy(ABC):
         loads: of all cores.
     """
 
-    def __init__(self, config: EngineConfig, loads: Loads, num_cores: int) -> None:
+    def __init__(self, config: EngineConfig, loads: CoreLoads, num_cores: int) -> None:
         self.loads = loads
         self._config = config
         self._num_cores = num_cores
@@ -154,7 +154,7 @@ class RoutingPolicy(ABC):
 class RoundRobin(RoutingPolicy):
     """Round robin over the cores."""
 
-    def __init__(self, config: EngineConfig, loads: Loads, num_cores: int) -> None:
+    def __init__(self, config: EngineConfig, loads: CoreLoads, num_cores: int) -> None:
         super().__init__(config, loads, num_cores)
         self._next = 0
 
@@ -184,7 +184,7 @@ class LongestPrefix(RoutingPolicy):
     Ties go to the core given by the prompt's first tokens, so that all front ends agree.
     """
 
-    def __init__(self, config: EngineConfig, loads: Loads, num_cores: int) -> None:
+    def __init__(self, config: EngineConfig, loads: CoreLoads, num_cores: int) -> None:
         super().__init__(config, loads, num_cores)
         self._block_size = config.cache.block_size
         self._prefixes = [CachedPrefixes(0) for _ in range(num_cores)]
@@ -231,8 +231,8 @@ class LongestPrefix(RoutingPolicy):
         free = self._num_slots[core] * (1.0 - self.loads.of(core, LoadCounter.KV_USE))
         return max(len(request.token_ids) - free, 0.0) if self._num_slots[core] else 0.0
 
-    def _no_adapters(self) -> Recent[str]:
-        return Recent(self._config.num_kept_adapters)
+    def _no_adapters(self) -> LruSet[str]:
+        return LruSet(self._config.num_kept_adapters)
 
 
 POLICIES: dict[str, type[RoutingPolicy]] = {
@@ -252,7 +252,7 @@ class _Sent:
     num_waiting: int = 0
 
 
-class Loads:
+class CoreLoads:
     """Loads of `num_cores` cores.
 
     Args:
@@ -280,14 +280,14 @@ class Router(CoreChoice):
     def __init__(self, config: EngineConfig, num_cores: int) -> None:
         self._block_size = config.cache.block_size
         name = config.parallel.routing_policy if num_cores > 1 else "round_robin"
-        self._policy = POLICIES[name](config, Loads(num_cores), num_cores)
+        self._policy = POLICIES[name](config, CoreLoads(num_cores), num_cores)
         self._num_cores = num_cores
         self._sent: dict[str, _Sent] = {}
         self._awaiting_update: dict[str, str] = {}
 
     def share(self, slot: CounterSlot) -> None:
         """Share loads with the other front ends of the cores; call before there are requests."""
-        self._policy.loads = Loads(self._num_cores, slot)
+        self._policy.loads = CoreLoads(self._num_cores, slot)
 
     def admit(
         self,

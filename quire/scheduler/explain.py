@@ -33,7 +33,7 @@ class Cause(enum.Enum):
     LONG_PREFILL_CAP = "prompt cut by --long-prefill-token-threshold while others generate"
 
 
-class Share(msgspec.Struct, frozen=True):
+class WaitShare(msgspec.Struct, frozen=True):
     """Time attributed to one cause; `text` is the sentence for a person, with the last known detail."""
 
     cause: str
@@ -52,7 +52,7 @@ class Explanation(msgspec.Struct, frozen=True):
     request_id: str
     status: str
     waited_ns: int
-    shares: list[Share]
+    shares: list[WaitShare]
     cause: str | None = None
     num_ahead: int = 0
     num_preemptions: int = 0
@@ -87,13 +87,13 @@ class WaitLog:
         if cause is not None and detail:
             self._details[cause] = detail
 
-    def shares(self, now: float) -> list[Share]:
+    def shares(self, now: float) -> list[WaitShare]:
         """Return every cause so far, the longest first."""
         totals = dict(self._ns)
         if self.cause is not None:
             totals[self.cause] = totals.get(self.cause, 0) + _to_ns(now) - self._since_ns
         ordered = sorted(((c, ns) for c, ns in totals.items() if ns), key=lambda item: -item[1])
-        return [Share(c.name.lower(), ns, c.value.format(self._details.get(c, ""))) for c, ns in ordered]
+        return [WaitShare(c.name.lower(), ns, c.value.format(self._details.get(c, ""))) for c, ns in ordered]
 
 
 def _to_ns(seconds: float) -> int:

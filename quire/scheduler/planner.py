@@ -18,8 +18,8 @@ from quire.scheduler.explain import Cause
 from quire.scheduler.output import BlockIds
 from quire.scheduler.queues import RequestQueues
 from quire.scheduler.request import Request, RequestStatus
-from quire.scheduler.rounds import Bound, RoundLimit
-from quire.scheduler.step import Blocked, StepPlan
+from quire.scheduler.rounds import RoundBound, RoundLimit
+from quire.scheduler.step import BlockedRequest, StepPlan
 
 LOOK_AHEAD = 256
 """Waiting requests searched for one that may pass those that lack a slot for their adapter."""
@@ -50,7 +50,7 @@ class Planner:
         self._kv = kv
         self._queues = queues
         self._impatient: Request | None = None
-        self._last = 1, Bound.PROMPT
+        self._last = 1, RoundBound.PROMPT
 
     def plan(self, step_id: int, now: float) -> StepPlan:
         """Return the next step, as `Scheduler.schedule` describes it."""
@@ -66,7 +66,7 @@ class Planner:
         ):  # a request was preempted
             step.max_decode_steps = 1
         if step.max_decode_steps < allowed:
-            bound = Bound.BLOCKS if step.only_decodes else Bound.PROMPT
+            bound = RoundBound.BLOCKS if step.only_decodes else RoundBound.PROMPT
         self._last = step.max_decode_steps, bound
         return step
 
@@ -93,7 +93,7 @@ class Planner:
         step.num_satisfied = 0
         return bool(step.chunks)
 
-    def _num_rounds(self) -> tuple[int, Bound]:
+    def _num_rounds(self) -> tuple[int, RoundBound]:
         """Return the number of tokens that each running request may generate in the next step, one after the other.
 
         It exceeds 1 only while no request waits and all generate: a new request waits for all these tokens.
@@ -104,18 +104,18 @@ class Planner:
         if most == 1:
             return most, bound
         if not len(self._queues.running):
-            return 1, Bound.PROMPT
+            return 1, RoundBound.PROMPT
         if len(self._queues.policy):
-            return 1, Bound.WAITING
+            return 1, RoundBound.WAITING
         for request in self._queues.running:
             if request.draft_token_ids or request.num_missing_tokens(self._max_model_len) != 1:
-                return 1, Bound.PROMPT
+                return 1, RoundBound.PROMPT
             is_streamed = request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY
             if is_streamed and self._limits.multi_step_streams is False:
-                return 1, Bound.STREAMED
+                return 1, RoundBound.STREAMED
             left = request.max_computed_tokens(self._max_model_len) + 1 - request.num_tokens
             if left < most:
-                most, bound = left, Bound.END
+                most, bound = left, RoundBound.END
         return most, bound
 
     def _prompt_cap(self) -> int:
@@ -276,28 +276,28 @@ class Planner:
                 return request
         return None
 
-    def _start(self, request: Request, step: StepPlan, now: float) -> Blocked | None:
+    def _start(self, request: Request, step: StepPlan, now: float) -> BlockedRequest | None:
         """Start or resume a request if a first chunk fits the budget and all known tokens fit the cache.
 
         Requiring room for all tokens, not only the chunk's, keeps a preempted request from being resumed only to be
         preempted again. It resumes with all its tokens, so none may be in flight.
         """
         if request.num_steps_in_flight:
-            return Blocked(request, Cause.NEXT_STEP)
+            return BlockedRequest(request, Cause.NEXT_STEP)
         if self._budget_to_start(step) <= 0:
-            return Blocked(request, Cause.TOKEN_BUDGET)
+            return BlockedRequest(request, Cause.TOKEN_BUDGET)
         if len(self._queues.running) >= self._limits.max_num_seqs and not self._outranks_last(request, step):
-            return Blocked(request, Cause.SEQUENCE_CAP)
+            return BlockedRequest(request, Cause.SEQUENCE_CAP)
         num_others = min(len(self._queues.running) + len(self._queues.policy), self._limits.max_num_seqs)
         if self._num_disjoint > 1 and len(step.chunks) >= self._share(num_others):
-            return Blocked(request, Cause.NEXT_STEP)
+            return BlockedRequest(request, Cause.NEXT_STEP)
         hit = self._find_prefix(request, step)
         if self._num_first(request, hit, step) == 0:
-            return Blocked(request, Cause.TOKEN_BUDGET)
+            return BlockedRequest(request, Cause.TOKEN_BUDGET)
         hit, blocked = self._find_room(request, hit, step, now)
         room, num_new_tokens = self._first_chunk(request, hit, step), self._num_first(request, hit, step)
         if blocked is not None or num_new_tokens == 0:
-            return blocked or Blocked(request, Cause.TOKEN_BUDGET)
+            return blocked or BlockedRequest(request, Cause.TOKEN_BUDGET)
         self._queues.start(request, hit, now)
         allocated = self._kv.allocate_slots(request, num_new_tokens)
         assert allocated is not None, "the room just found is gone"
@@ -307,7 +307,7 @@ class Planner:
 
     def _find_room(
         self, request: Request, hit: PrefixHit, step: StepPlan, now: float
-    ) -> tuple[PrefixHit, Blocked | None]:
+    ) -> tuple[PrefixHit, BlockedRequest | None]:
         """Find a row and free blocks for a waiting request, preempting running requests that it outranks if needed.
 
         No request is preempted unless that suffices. Victims cannot thrash: the request permanently outranks them, and
@@ -324,21 +324,21 @@ class Planner:
         if blocked.num_blocks > sum(map(self._kv.num_held_blocks, outranked)):
             return hit, blocked
         if self._lacks_adapter(request, without=outranked):
-            return hit, Blocked(request, Cause.ADAPTER)
+            return hit, BlockedRequest(request, Cause.ADAPTER)
         while blocked is not None and self._outranks_last(request, step):
             self._queues.preempt_last(request, now)
             hit = self._find_prefix(request, step)
             blocked = self._lack(request, hit, step)
         return hit, blocked
 
-    def _lack(self, request: Request, hit: PrefixHit, step: StepPlan) -> Blocked | None:
+    def _lack(self, request: Request, hit: PrefixHit, step: StepPlan) -> BlockedRequest | None:
         """Return what a waiting request lacks: blocks beyond those promised in this step, a row, or an adapter slot."""
         num_short = self._kv.num_blocks_short(request, hit) + step.promised_blocks
         if num_short > 0:
-            return Blocked(request, Cause.BLOCKS, num_short)
+            return BlockedRequest(request, Cause.BLOCKS, num_short)
         if len(self._queues.running) >= self._limits.max_num_seqs:
-            return Blocked(request, Cause.SEQUENCE_CAP)
-        return Blocked(request, Cause.ADAPTER) if self._lacks_adapter(request) else None
+            return BlockedRequest(request, Cause.SEQUENCE_CAP)
+        return BlockedRequest(request, Cause.ADAPTER) if self._lacks_adapter(request) else None
 
     def _lacks_adapter(self, request: Request, without: Collection[Request] = ()) -> bool:
         """Return whether the other running requests use all adapter slots, none for the request's adapter."""

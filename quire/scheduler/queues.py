@@ -14,10 +14,10 @@ from types import MappingProxyType
 
 from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixHit
 from quire.scheduler.explain import Explanation
+from quire.scheduler.forks import RetainedRequests
 from quire.scheduler.holds import HeldRequests, Hold, HoldKey
 from quire.scheduler.policies import Policy, RankedRequests
 from quire.scheduler.request import Request, RequestStatus
-from quire.scheduler.retained import RetainedRequests
 from quire.scheduler.step import StepPlan
 from quire.scheduler.wait_account import WaitAccount
 

@@ -13,7 +13,7 @@ from quire.scheduler.output import ModelRunnerOutput
 from quire.scheduler.step import StepPlan
 
 
-class Bound(enum.Enum):
+class RoundBound(enum.Enum):
     """Bound on the tokens of a request in a plan; the value is the sentence for a person."""
 
     MOST = "the most of --num-scheduler-steps"
@@ -45,15 +45,15 @@ class RoundLimit:
         self._round_s = 0.0  # until a step was measured, any number of rounds is expected to end in time
         self._num_single = 0  # next plans that are of one round
 
-    def limit(self) -> tuple[int, Bound]:
+    def limit(self) -> tuple[int, RoundBound]:
         """Return the limit, at least 1, and its bound."""
         if self._num_single:
-            return 1, Bound.REFUSED
+            return 1, RoundBound.REFUSED
         if self._round_s * self._most <= self._max_s:
-            return self._most, Bound.MOST
-        return max(int(self._max_s / self._round_s), 1), Bound.TIME
+            return self._most, RoundBound.MOST
+        return max(int(self._max_s / self._round_s), 1), RoundBound.TIME
 
-    def sentence(self, num_rounds: int, bound: Bound) -> str:
+    def sentence(self, num_rounds: int, bound: RoundBound) -> str:
         """Describe the tokens of a request in a plan, for a person."""
         why = bound.value.format(self._round_s * 1e3, self._max_s * 1e3)
         return f"up to {num_rounds} token{'s' if num_rounds > 1 else ''} of each request per plan: {why}"

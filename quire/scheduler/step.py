@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
         return self.request.pooling_params is not None and self.end == self.request.num_tokens
 
 
-class Blocked(NamedTuple):
+class BlockedRequest(NamedTuple):
     """Waiting request that cannot start; `num_blocks` is the number of missing blocks, if blocks are the cause."""
 
     request: Request
@@ -70,7 +70,7 @@ class StepPlan:
         self.num_satisfied = 0
         self.next_running: Request | None = None
         self.passed_over: dict[Request, None] = {}
-        self.blocked: Blocked | None = None
+        self.blocked: BlockedRequest | None = None
         self.capped: set[Request] = set()
         self.chunks: list[Chunk] = []
         self._new_requests: list[NewRequestData] = []

@@ -14,7 +14,7 @@ from quire.scheduler.explain import Cause, Explanation
 from quire.scheduler.holds import Hold
 from quire.scheduler.policies import Policy
 from quire.scheduler.request import Request, RequestStatus
-from quire.scheduler.step import Blocked, StepPlan
+from quire.scheduler.step import BlockedRequest, StepPlan
 
 NUM_REMEMBERED = 256  # Finished requests that can still be explained.
 
@@ -95,7 +95,7 @@ class WaitAccount:
         for request in self._queued:
             self._fall_behind(request, now)
         self._queued.clear()
-        blocked = [Blocked(request, Cause.ADAPTER) for request in step.passed_over]
+        blocked = [BlockedRequest(request, Cause.ADAPTER) for request in step.passed_over]
         if step.blocked is not None:
             blocked.append(step.blocked)
         before, self._blocked = self._blocked, dict.fromkeys(one.request for one in blocked)

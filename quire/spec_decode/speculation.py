@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quire.config.speculative import DEFAULT_NUM_DRAFTS
 from quire.spec_decode.drafter import CERTAIN, NO_DRAFT, Draft, Drafter, Owner, Text, takes_time
-from quire.spec_decode.step_costs import Clocks, OwnClock, StepCosts, choose_depth, choose_lengths
+from quire.spec_decode.step_costs import OwnClock, StepClocks, StepCosts, choose_depth, choose_lengths
 
 FADE = 0.95
 TRIAL_STEPS = 16  # steps with drafts before a pause
@@ -27,7 +27,7 @@ SHORTEST_REST, LONGEST_REST = 16, 512  # steps of a pause
 SHARE = 0.01  # most of all time that failed trials may take
 
 
-class Balance:
+class DraftingBalance:
     """Pauses drafting while it takes more time of the host and of steps than accepted drafts save.
 
     After each pause it is tried again; each failed trial doubles the next pause.
@@ -122,7 +122,7 @@ class Speculation:
         adaptive: bool = True,
         num_ahead: int = 0,
         allowed: Filter | None = None,
-        clocks: Clocks | None = None,
+        clocks: StepClocks | None = None,
     ) -> None:
         self._drafters = drafters
         self._most = most
@@ -134,7 +134,7 @@ class Speculation:
         self._acceptance = Acceptance()
         self._costs = StepCosts()
         self._draft_costs = {name: StepCosts() for name, one in drafters.items() if takes_time(one)}
-        self._balance = Balance()
+        self._balance = DraftingBalance()
         self._clocks = clocks or OwnClock()
         self._drafting: _Drafting | None = None
         """Drafting after the last step; None: it was paused."""

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Protocol
 
 
-class Clocks(Protocol):
+class StepClocks(Protocol):
     """Measures durations."""
 
     def now(self) -> float:

@@ -30,22 +30,9 @@ from quire.json_schema.schema import Path as SchemaPath
 from quire.json_schema.schema import pointer
 from quire.json_schema.structural_tag import at_origin, from_fields
 from quire.processes import limit_memory, read_frame, write_frame
-from quire.structured_output.backend import (
-    DEAD_END,
-    Grammar,
-    GrammarBackend,
-    GrammarError,
-    Masks,
-    Matcher,
-)
+from quire.structured_output.backend import DEAD_END, Grammar, GrammarBackend, GrammarError, Masks, Matcher
 from quire.structured_output.backends import resolve_backend
-from quire.structured_output.checker import (
-    INTERRUPTED,
-    WALL_FACTOR,
-    CheckRequest,
-    CheckResult,
-    is_stopped,
-)
+from quire.structured_output.checker import INTERRUPTED, WALL_FACTOR, CheckRequest, CheckResult, is_stopped
 from quire.structured_output.normalize import FLEXIBLE_SPACE
 from quire.structured_output.vocabulary import MaskBudget
 from quire.structured_outputs_params import StructuredOutputsParams

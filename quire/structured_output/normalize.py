@@ -8,14 +8,7 @@ the limits here; `Checker` finds out whether it compiles within time and memory.
 from __future__ import annotations
 
 from quire.errors import ValidationError
-from quire.json_schema.schema import (
-    MAX_SCHEMA_BYTES,
-    Path,
-    dump_json,
-    normalize_schema,
-    parse_json,
-    pointer,
-)
+from quire.json_schema.schema import MAX_SCHEMA_BYTES, Path, dump_json, normalize_schema, parse_json, pointer
 from quire.json_schema.structural_tag import normalize_tag
 from quire.structured_outputs_params import StructuredOutputsParams, StructuredOutputsSettings, invalid
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of `structured_outputs` in the front end, before a request is queued, off the event loop.
+"""Checks of structured outputs in the front end: the backend at the start, and each request's constraint off the loop.
 
 Invariant: a queued constraint is normalized, was compiled once within the limits, and suits the model's tokenizer.
 Only the library's verdict is remembered, not that a check hit a time or memory limit or was killed.
@@ -16,9 +16,11 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.params_checks import ParamsChecks
+from quire.engine.start_feature import StartFeature
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import UnavailableError, ValidationError
 from quire.sampling_params import SamplingParams
+from quire.structured_output.backends import check_backend
 from quire.structured_output.checker import Checker, CheckLimitError
 from quire.structured_output.normalize import normalize
 from quire.structured_output.turns import Turn
@@ -170,3 +172,10 @@ def _name(wanted: StructuredOutputsParams) -> bytes:
 def busy() -> UnavailableError:
     """Return the error of a request whose turn did not come in time."""
     return UnavailableError("constraints of other requests are being checked; try again", retry_after=5)
+
+
+class GrammarStart(StartFeature):
+    """Refuses an unavailable backend."""
+
+    def check(self, config: EngineConfig) -> None:
+        check_backend(config.structured_outputs.settings.backend)

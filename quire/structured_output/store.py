@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache of compiled grammars by constraint, and the table of grammar backends, which imports none of them.
+"""Cache of compiled grammars by constraint.
 
 Invariant: the cache is bounded in bytes, and recompiling gives the same grammar. One background thread compiles; a
 constraint that cannot be compiled is cached like one that can.

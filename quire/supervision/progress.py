@@ -30,7 +30,7 @@ BACKOFF_S = (0.0, 1.0, 5.0)
 MAX_DEATHS = len(BACKOFF_S)
 
 
-class Blame:
+class SuspectRequests:
     """Record of requests that were being worked on when cores died, for one front end.
 
     Args:
@@ -62,7 +62,7 @@ class Supervisor:
     """
 
     def __init__(self, *, resume: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._blame = Blame(resume=resume)
+        self._blame = SuspectRequests(resume=resume)
         self._clock = clock
         self._deaths: defaultdict[int, deque[float]] = defaultdict(deque)
 

@@ -18,10 +18,9 @@ from quire.config import EngineConfig
 from quire.engine.sleep_state import MODES
 from quire.errors import ConflictError, ValidationError
 from quire.models.gguf.model import is_gguf
-from quire.training.shared_memory import open_segment
 from quire.training.staging import StagedWeights
-from quire.training.tcp import WeightStream, read_address
 from quire.training.tensors import MAX_NAME_CHARS, TensorSpec, read_specs, total_bytes
+from quire.training.transports import WeightStream, open_segment, read_address
 
 logger = logging.getLogger(__name__)
 

@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes of training loops under vLLM's names, for the admin key; the feature's row in `SERVER_FEATURES`.
 
-The engine's names come from `quire.training.updates`; SGLang's and TRL's routes are beside this file.
+The engine's names come from `quire.training.updates`; SGLang's and TRL's routes are in `foreign_routes`. Replies have
+the weight version in a header, if there is an admin key, which alone can change it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.engine.sleep_state import MODES
 from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.families import ServerFeature
+from quire.entrypoints.openai.keys import admin_key
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
-from quire.entrypoints.openai.state import server_of
+from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.tenant import admin_router
 from quire.errors import DeadlineError, ValidationError
-from quire.training import sglang_routes, trl_routes
-from quire.training.checksums import check_baseline, compare
+from quire.training import foreign_routes
 from quire.training.commands import FLAGS, check_options, flag, option, read_optional, run, train
 from quire.training.protocol import (
     AbortWeightUpdate,
@@ -41,13 +44,44 @@ from quire.training.protocol import (
     WeightInfo,
     WorldSize,
 )
-from quire.training.version_header import add_version_header
+from quire.training.tensors import check_baseline, compare
+
+HEADER = b"x-weight-version"
+BEGAN_HEADER = b"x-weight-version-began"
+
+
+class VersionHeader:
+    """Adds the version of the weights at the reply's first byte, and the one at the request's if that was another."""
+
+    def __init__(self, app: ASGIApp, server: ServerState) -> None:
+        self._app = app
+        self._server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = self._server.engine.weight_version
+
+        async def send_with_version(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                now = self._server.engine.weight_version
+                headers = [(HEADER, now.encode())]
+                headers += [(BEGAN_HEADER, began.encode())] if began != now else []
+                message["headers"] = [*message.get("headers", ()), *headers]
+            await send(message)
+
+        await self._app(scope, receive, send_with_version)
+
+
+def add_version_header(app: FastAPI, server: ServerState) -> None:
+    """Add the header to an app's replies."""
+    if admin_key(server.config):
+        app.add_middleware(VersionHeader, server=server)
+
 
 controls = admin_router()
-PAUSE_QUERY: dict[str, dict[str, Any]] = {
-    "mode": {"enum": [*MODES]},
-    "clear_cache": {"enum": [*FLAGS]},
-}
+PAUSE_QUERY: dict[str, dict[str, Any]] = {"mode": {"enum": [*MODES]}, "clear_cache": {"enum": [*FLAGS]}}
 WORLD_QUERY: dict[str, dict[str, Any]] = {"include_dp": {"enum": [*FLAGS]}}
 
 
@@ -193,7 +227,7 @@ async def collective_rpc(request: Request) -> Response:
     return json_response(RPCResults(results))
 
 
-ROUTERS = (controls, sglang_routes.controls, trl_routes.controls)
+ROUTERS = (controls, foreign_routes.controls)
 FEATURE = ServerFeature(
     controls=ROUTERS,
     commands={"train": train},

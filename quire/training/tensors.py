@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, dtypes and shapes of tensors that a trainer sends, and the safetensors header for them.
+"""Names, dtypes and shapes of tensors that a trainer sends, and the safetensors header for them; checksums of weights.
 
 Invariant: torch-free. Sizes follow from dtype and shape alone, and are bounded before anything is allocated.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.errors import ValidationError
+from quire.errors import EngineError, ValidationError
 
 MAX_TENSORS = 200_000
 MAX_NAME_CHARS = 512
@@ -99,3 +99,39 @@ def header_of(specs: Sequence[TensorSpec]) -> bytes:
 
 def _wrong(problem: str) -> ValidationError:
     return ValidationError(f"update_info {problem}", param="update_info")
+
+
+def merged(cores: Sequence[Sequence[Mapping[str, str]]]) -> dict[str, str]:
+    """Return name -> digest of one replica; with several ranks a name ends in "@" and the rank.
+
+    Raises:
+        EngineError: replicas have different weights.
+    """
+    each = [_of_core(ranks) for ranks in cores]
+    if any(other != each[0] for other in each):
+        raise EngineError("replicas have different weights")
+    return each[0]
+
+
+def _of_core(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    if len(ranks) == 1:
+        return dict(ranks[0])
+    return {f"{name}@{rank}": digest for rank, one in enumerate(ranks) for name, digest in one.items()}
+
+
+def check_baseline(baseline: Any) -> Mapping[str, str]:
+    """Return a baseline of digests.
+
+    Raises:
+        ValidationError: it is none.
+    """
+    if not isinstance(baseline, Mapping) or not all(isinstance(one, str) for one in baseline.values()):
+        raise ValidationError(
+            "baseline must be an object of name -> digest, as checksum returns it", param="baseline"
+        )
+    return baseline
+
+
+def compare(now: Mapping[str, str], baseline: Mapping[str, str]) -> list[str]:
+    """Return the names whose digests differ, or that only one of both has."""
+    return sorted(name for name in now.keys() | baseline.keys() if now.get(name) != baseline.get(name))

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ValidationError
-from quire.training.shared_memory import FOLDER
-from quire.training.tcp import GREETING, PREFIX_BYTES, SILENCE_S
+from quire.training.transports import FOLDER, GREETING, PREFIX_BYTES, SILENCE_S
 
 
 def describe(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConflictError, QuireError, ValidationError
 from quire.training.bracket import Bracket, Brackets, pause_mode, read_version
-from quire.training.checksums import check_baseline, compare, merged
+from quire.training.tensors import check_baseline, compare, merged
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM

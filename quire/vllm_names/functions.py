@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quire.config.argparse_flags import parse_object
+from quire.config.fields import parse_object
 from quire.errors import ConfigError
 from quire.vllm_names.command_line import OwnFlag, translated_arguments
 from quire.vllm_names.options import OPTIONS

@@ -30,10 +30,10 @@ from quire.worker.block_copies import Moves, copy_on_host
 from quire.worker.feature import step_bytes
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs
-from quire.worker.pipeline import Body, Forward, HostPipeline, LanguageModel, Pipeline, eager_forward
+from quire.worker.multi_step_decode import RecordedMultiStepDecode
+from quire.worker.pipeline import Forward, HostPipeline, LanguageModel, Pipeline, PipelineModel, eager_forward
+from quire.worker.recorded_forward import RecordedForward
 from quire.worker.stage_sizes import FLOAT_BYTES, GAPS, ForwardPeak
-from quire.worker.taped_forward import TapedForward
-from quire.worker.taped_rounds import TapedRounds
 from quire.worker.transfers import Mark
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ SMALL_STEP = 128
 """Tokens; in larger steps, Python between the kernels takes a small part of the time."""
 
 
-def taped_tokens(config: EngineConfig) -> int:
+def recorded_tokens(config: EngineConfig) -> int:
     """Return the tokens of the largest recorded step: one of every request, or a few requests' drafts and prompts."""
     limits = config.scheduler
     return max(limits.max_num_seqs, min(SMALL_STEP, limits.max_num_batched_tokens))
@@ -112,13 +112,13 @@ class CpuMemory:
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
         """Return the usable bytes, and the reason; the swap space, in the same memory, is excluded."""
         share, limits = config.cache.memory_share, config.scheduler
-        free, (step, tapes) = self._free_bytes(config), self._working_bytes(config)
+        free, (step, graphs) = self._free_bytes(config), self._working_bytes(config)
         reason = (
             f"{share:.0%} of the {free / MIB:.0f} MiB that are free after loading, less "
             f"{step / MIB:.0f} MiB for a step of {limits.max_num_batched_tokens} tokens and "
-            f"{tapes / MIB:.0f} MiB for recorded steps of {taped_tokens(config)} tokens"
+            f"{graphs / MIB:.0f} MiB for recorded steps of {recorded_tokens(config)} tokens"
         )
-        return max(0, int(share * free) - step - tapes), reason
+        return max(0, int(share * free) - step - graphs), reason
 
     def unasked_bytes(self, config: EngineConfig) -> int | None:
         """Return half of the free bytes, less those of steps; None if a share is given."""
@@ -138,16 +138,16 @@ class CpuMemory:
         """Return the bytes of the largest step, with what features take in it, and those of recorded steps."""
         step = self._output_bytes(config) + step_bytes(config) + self.size_of_rounds(config)[1]
         num_models = 1 if config.draft is None else 2
-        tapes = num_models * self.forward_peak.bytes_of_tapes(taped_tokens(config))
-        return step, 0 if config.device.enforce_eager else tapes
+        graphs = num_models * self.forward_peak.graph_bytes(recorded_tokens(config))
+        return step, 0 if config.device.enforce_eager else graphs
 
     def size_of_rounds(self, config: EngineConfig) -> tuple[int, int]:
         """Return the most requests of a multi-step decode, and bytes for the tensors of a round, logits among them."""
         if config.scheduler.num_scheduler_steps <= 1:
             return 0, 0
-        num_rows = max(1, min(taped_tokens(config), LOGITS_ELEMENTS // config.arch.vocab_size))
+        num_rows = max(1, min(recorded_tokens(config), LOGITS_ELEMENTS // config.arch.vocab_size))
         logits_bytes = int(GAPS * num_rows * config.arch.vocab_size * FLOAT_BYTES)
-        return num_rows, self.forward_peak.bytes_of_tapes(num_rows) + logits_bytes
+        return num_rows, self.forward_peak.graph_bytes(num_rows) + logits_bytes
 
     def _output_bytes(self, config: EngineConfig) -> int:
         limits = config.scheduler
@@ -210,7 +210,7 @@ class CpuDevice:
 
     def pipeline(
         self,
-        model: Body,
+        model: PipelineModel,
         batch: InputBatch,
         config: EngineConfig,
         *,
@@ -229,26 +229,30 @@ class CpuDevice:
             logger.warning("small steps are not recorded, so each takes Python's time as well: %s", reason)
             return HostPipeline(batch, eager_forward(model))
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
-        num_tokens = taped_tokens(config)
-        arena_bytes = peak.bytes_of_tapes(num_tokens)
-        taped = TapedForward(model, num_tokens, widths, arena_bytes)
+        num_tokens = recorded_tokens(config)
+        arena_bytes = peak.graph_bytes(num_tokens)
+        forward = RecordedForward(model, num_tokens, widths, arena_bytes)
         rounds = self._rounds(model, batch, config)
         if rounds is None:
-            return HostPipeline(batch, taped, taped.record)
+            return HostPipeline(batch, forward, forward.record)
 
         def record(inputs: StepInputs) -> None:
-            taped.record(inputs)
+            forward.record(inputs)
             rounds.record(inputs)
 
-        return HostPipeline(batch, taped, record, rounds)
+        return HostPipeline(batch, forward, record, rounds)
 
-    def _rounds(self, model: Body, batch: InputBatch, config: EngineConfig) -> TapedRounds | None:
+    def _rounds(
+        self, model: PipelineModel, batch: InputBatch, config: EngineConfig
+    ) -> RecordedMultiStepDecode | None:
         """Return the recorded rounds; None if a plan has only one."""
         if config.scheduler.num_scheduler_steps <= 1:
             return None
         num_rows, num_bytes = self.memory.size_of_rounds(config)
         generates = cast(LanguageModel, model)  # plans of other models have one round
-        return TapedRounds(generates, batch, num_rows, num_bytes, config.scheduler.max_multi_step_s)
+        return RecordedMultiStepDecode(
+            generates, batch, num_rows, num_bytes, config.scheduler.max_multi_step_s
+        )
 
     def _rehearsed(self, forward: Forward) -> Forward:
         """Return the forward pass; it measures prompts, and for one token notes an unrecordable operation."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.worker.input_batch import InputBatch
-    from quire.worker.pipeline import Body, Pipeline
+    from quire.worker.pipeline import Pipeline, PipelineModel
 
 
 class DeviceMemory(Protocol):
@@ -75,7 +75,7 @@ class Device(Protocol):
 
     def pipeline(
         self,
-        model: Body,
+        model: PipelineModel,
         batch: InputBatch,
         config: EngineConfig,
         *,

@@ -24,13 +24,20 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
 from quire.kernels.attention_metadata import GroupMetadata
 from quire.kernels.triton import batch as kernels
-from quire.kernels.triton.batch import StagedStep
-from quire.kernels.triton.copies import copy_blocks
+from quire.kernels.triton.batch import StagedStep, copy_blocks
 from quire.kernels.triton.launch import watch_compiles
 from quire.layers.kv_cache import why_not_captured
 from quire.layers.step import StepContext
 from quire.worker.block_copies import Moves
-from quire.worker.graphs import Capturer, GraphMemory, Graphs, GraphShape, ShapeTable, row_variant, shapes_of
+from quire.worker.graphs import (
+    CapturingDevice,
+    GraphCache,
+    GraphMemory,
+    GraphShape,
+    ShapeTable,
+    row_variant,
+    shapes_of,
+)
 from quire.worker.input_batch import BlockTable, InputBatch
 from quire.worker.inputs import (
     StepInputs,
@@ -41,7 +48,7 @@ from quire.worker.inputs import (
     group_metadata,
     has_token_types,
 )
-from quire.worker.pipeline import Body, Pipeline, Rounds
+from quire.worker.pipeline import MultiStepDecode, Pipeline, PipelineModel
 from quire.worker.transfers import Mark, Transfers
 
 logger = logging.getLogger(__name__)
@@ -345,15 +352,15 @@ class DevicePipeline:
         samples_here: True if tokens are sampled on this device.
     """
 
-    rounds: Rounds | None = None
+    rounds: MultiStepDecode | None = None
 
     def __init__(
         self,
-        model: Body,
+        model: PipelineModel,
         batch: InputBatch,
         config: EngineConfig,
         transfers: Transfers,
-        capturer: Capturer | None,
+        capturer: CapturingDevice | None,
         *,
         is_rehearsal: bool = False,
         samples_here: bool = True,
@@ -370,11 +377,11 @@ class DevicePipeline:
         self._table = ShapeTable(self._shapes)
         self._gathered: StepInputs | None = None
         self._room: GraphMemory | None = None
-        self._graphs: Graphs[_Pass] | None = None
+        self._graphs: GraphCache[_Pass] | None = None
         if capturer is not None and self._shapes:
             most = max(shape.num_tokens for shape in self._shapes)
             self._room = GraphMemory(capturer, most, replays=not is_rehearsal)
-            self._graphs = Graphs(self._room, self._launch, lambda key: key.variant, self._room.hidden)
+            self._graphs = GraphCache(self._room, self._launch, lambda key: key.variant, self._room.hidden)
             self._room.add(self._capture_all)
 
     @property
@@ -571,7 +578,7 @@ class GpuDevice:
 
     def pipeline(
         self,
-        model: Body,
+        model: PipelineModel,
         batch: InputBatch,
         config: EngineConfig,
         *,
@@ -588,7 +595,7 @@ class GpuDevice:
             samples_here=samples_here,
         )
 
-    def _capturer(self, model: Body) -> Capturer | None:
+    def _capturer(self, model: PipelineModel) -> CapturingDevice | None:
         """Return the graph capturer of this device, if it has one."""
         return None
 
@@ -647,7 +654,7 @@ class CudaDevice(GpuDevice):
     def reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved()
 
-    def _capturer(self, model: Body) -> Capturer | None:
+    def _capturer(self, model: PipelineModel) -> CapturingDevice | None:
         reason = why_not_captured(model)
         if reason is not None:
             logger.info("no CUDA graphs: %s", reason)

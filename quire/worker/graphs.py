@@ -133,7 +133,7 @@ class ShapeTable:
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Capturer(Protocol):
+class CapturingDevice(Protocol):
     """Device that can capture launches."""
 
     def graph_pool(self) -> Any:
@@ -185,7 +185,7 @@ class GraphMemory:
         hidden: output buffer of forward graphs and input buffer of sampling graphs.
     """
 
-    def __init__(self, device: Capturer, num_rows: int, *, replays: bool = True) -> None:
+    def __init__(self, device: CapturingDevice, num_rows: int, *, replays: bool = True) -> None:
         self.device = device
         self.pool = device.graph_pool()
         self.hidden = RowBuffer(num_rows)
@@ -204,7 +204,7 @@ class GraphMemory:
         logger.info("captured %d CUDA graphs in %.2f s, %.0f MiB", count, time.monotonic() - started, taken)
 
 
-class Graphs(Generic[Key]):
+class GraphCache(Generic[Key]):
     """Graphs of one kind, by key.
 
     Args:

@@ -8,7 +8,7 @@ are overwritten. Large arrays are zero pages of the kernel until a row is used.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,30 @@ from torch import Tensor
 from quire.errors import EngineError
 from quire.kv_cache.spec import NULL_BLOCK_ID, KVCacheSpec, RecurrentStateSpec
 from quire.scheduler.output import NewRequestData, ScheduledRequest
-from quire.worker.adapted_rows import AdaptedRows
 from quire.worker.media_rows import MediaBatch
+
+
+class AdaptedRows(Protocol):
+    """Adapters of the rows: weights of a request beside the model's, in a slot of each layer."""
+
+    @property
+    def add_tokens(self) -> bool:
+        """True once any row has had an adapter with added tokens."""
+
+    def add_request(self, row: int, request: NewRequestData) -> None:
+        """Assign a row to a request, with or without an adapter."""
+
+    def remove_request(self, row: int) -> None:
+        """Free a row."""
+
+    def num_added(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of tokens that the adapter of each row adds."""
+
+    def num_added_of(self, request: NewRequestData) -> int:
+        """Return the number of tokens that a request's adapter adds."""
+
+    def slots_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32] | None:
+        """Return the slot of each row, negative without an adapter; None if no row has one."""
 
 
 class BlockTable:
@@ -157,8 +179,7 @@ class InputBatch:
         self.num_computed_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.second_text_starts: NDArray[np.int64] | None = None
-        """[S] start of the second text of a pair, `max_model_len` for a row with one text; None: no row has had a
-        pair.
+        """[S] start of the second text of a pair, `max_model_len` for a row with one text; None: no row has had a pair.
         """
         self.device_tokens: Tensor | None = None
         """Device copy of `token_ids`, if there is one; it has all tokens before a sample in time."""

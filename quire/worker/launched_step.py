@@ -24,7 +24,7 @@ from quire.worker.verification import read_verified
 Value = TypeVar("Value")
 
 
-class Marks(NamedTuple):
+class StepMarks(NamedTuple):
     """Device marks of a step: before it, after its forward pass, and after all downloads."""
 
     started: Mark
@@ -33,7 +33,7 @@ class Marks(NamedTuple):
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """Results of a step, by request index within the step."""
 
     token_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -60,19 +60,19 @@ class SampledTokens(NamedTuple):
     further_s: float = 0.0
     """Seconds of these rounds, nearly all of it forward passes."""
 
-    def read(self, batch: InputBatch) -> Outcome:
+    def read(self, batch: InputBatch) -> StepOutcome:
         """Write the downloaded tokens to the batch and return the outcome."""
         output = self._join()
         batch.set_tokens(self.places, output.token_ids)
         if self.drafts:
-            outcome = Outcome()
+            outcome = StepOutcome()
             read_verified(self, output, batch, outcome)
             return outcome
         for count, token_ids in enumerate(self.further, 1):
             batch.set_tokens(self.places._replace(columns=self.places.columns + count), token_ids)
         indices, rounds = self.indices.tolist(), (output.token_ids, *self.further)
         tokens = [list(of_request) for of_request in zip(*(one.tolist() for one in rounds), strict=True)]
-        return Outcome(
+        return StepOutcome(
             dict(zip(indices, tokens, strict=True)),
             {indices[sample]: [entry] for sample, entry in output.logprobs.items()},
             {indices[sample]: reason for sample, reason in output.failed.items()},
@@ -96,7 +96,7 @@ class SampledTokens(NamedTuple):
 class StepPart(Protocol):
     """Part of a launched step that belongs to a feature."""
 
-    def complete(self, step: LaunchedStep, outcome: Outcome) -> None:
+    def complete(self, step: LaunchedStep, outcome: StepOutcome) -> None:
         """Add the feature's results to the outcome, once the step's downloads have arrived."""
 
 
@@ -109,7 +109,7 @@ class LaunchedStep:
     """Requests of the step, in its order."""
     unusable: dict[str, str]
     """Requests that got no row, with the reason."""
-    marks: Marks
+    marks: StepMarks
     batch: InputBatch
     sampled: SampledTokens | None = None
     prompts: list[PromptEntries] = field(default_factory=list)
@@ -131,7 +131,7 @@ class LaunchedStep:
         return self._result
 
     def _read(self) -> ModelRunnerOutput:
-        ids, outcome, further_s = self.request_ids, Outcome(), 0.0
+        ids, outcome, further_s = self.request_ids, StepOutcome(), 0.0
         if self.sampled is not None:
             outcome, further_s = self.sampled.read(self.batch), self.sampled.further_s
         failed = outcome.failed

@@ -119,9 +119,8 @@ def rope_positions(
 ) -> tuple[Positions, int]:
     """Return [3, num_tokens] frame, row and column of a prompt's tokens, and what later positions add to their own.
 
-    Text counts on all three. The embeddings of an item with a grid count each on its own from the position of its
-    first one on, and what follows goes on after the longer side of the grid. An item with several runs has a frame in
-    each.
+    Text counts on all three. The embeddings of an item with a grid count each on its own from the position of its first
+    one on, and what follows goes on after the longer side of the grid. An item with several runs has a frame in each.
     """
     found: Positions = np.zeros((AXES, num_tokens), dtype=np.int64)
     done = after = 0

@@ -37,7 +37,7 @@ from quire.worker.feature import RunnerContext, RunnerPart, WorkerFeature, worke
 from quire.worker.graphs import most_samples
 from quire.worker.input_batch import BlockTable, InputBatch
 from quire.worker.inputs import StepInputs, lay_out
-from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
+from quire.worker.launched_step import LaunchedStep, SampledTokens, StepMarks
 from quire.worker.media_rows import MediaBatch
 from quire.worker.pipeline import LanguageModel
 from quire.worker.prompt_logprobs import PromptLogprobs
@@ -45,7 +45,7 @@ from quire.worker.sample_graphs import SampleGraphs
 from quire.worker.sampler import Sampler
 from quire.worker.sampler.feature import LogitsFeature
 from quire.worker.sampler.logprobs import LogprobsMode
-from quire.worker.sampling import RowLogits, RowSampling, Samplers, Sampling
+from quire.worker.sampling import RowLogits, RowSampling, SamplersByWidth, Sampling
 from quire.worker.stage_pipeline import ReceivedSampling, pipeline_of
 from quire.worker.transfers import Mark
 
@@ -163,11 +163,7 @@ class ModelRunner:
         self._vocab_size = config.arch.vocab_size
         self._slice_size = max(1, device.logits_elements // (self._vocab_size + config.max_added_tokens))
         self.batch = InputBatch(
-            max_num_seqs,
-            max_model_len,
-            tables,
-            rolls_back=kv_config.rolls_back,
-            media=media,
+            max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back, media=media
         )
         if features is None:
             features = worker_features(config, device, stage=stage).values()
@@ -181,7 +177,7 @@ class ModelRunner:
             model, self.batch, self._vocab_size, config.max_added_tokens, device.transfers
         )
         batch = self.batch  # not `self`: a runner must not be part of a cycle (see `Worker.commit_weights`)
-        self._samplers = Samplers(
+        self._samplers = SamplersByWidth(
             lambda width: Sampler(
                 batch,
                 width,
@@ -199,14 +195,7 @@ class ModelRunner:
         if not stage.is_last:
             self._sampling = ReceivedSampling(stage)
         context = RunnerContext(
-            model,
-            config,
-            kv_config,
-            self.batch,
-            device,
-            self._samplers.plain,
-            self._slice_size,
-            is_rehearsal,
+            model, config, kv_config, self.batch, device, self._samplers.plain, self._slice_size, is_rehearsal
         )
         self.parts: tuple[RunnerPart, ...] = _parts(features, context) if stage.is_last else ()
         """Parts of features; stages before the last neither sample nor pool."""
@@ -271,7 +260,7 @@ class ModelRunner:
         ids = [request.request_id for request in scheduled]
         started = self._transfers.mark()
         if not ids:
-            return LaunchedStep(plan.step_id, ids, unusable, Marks(started, started, started), self.batch)
+            return LaunchedStep(plan.step_id, ids, unusable, StepMarks(started, started, started), self.batch)
         inputs = self._restrict_rows(self._pipeline.gather(lay_out(self.batch, scheduled)))
         hidden = self._pipeline.forward(inputs)
         for part in self.parts:
@@ -284,7 +273,7 @@ class ModelRunner:
         sampled = self._sample(inputs, hidden, scheduled)
         if plan.max_decode_steps > 1 and sampled is not None:
             sampled = self._decode_further(inputs, sampled, plan.max_decode_steps - 1, started)
-        marks = Marks(started, forwarded, self._transfers.mark())
+        marks = StepMarks(started, forwarded, self._transfers.mark())
         step = LaunchedStep(
             plan.step_id,
             ids,

@@ -21,14 +21,14 @@ from quire.worker.inputs import StepInputs, StepLayout, first_tokens, gather_inp
 from quire.worker.sampler import Sampler
 
 
-class Body(Protocol):
+class PipelineModel(Protocol):
     """Model interface of a pipeline."""
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Map ids and positions [T] int64 to hidden states [T, H]."""
 
 
-class LanguageModel(Body, Protocol):
+class LanguageModel(PipelineModel, Protocol):
     """Model interface of the runner."""
 
     def compute_logits(
@@ -48,12 +48,12 @@ Forward = Callable[[StepInputs], Tensor]
 """Computes hidden states [T, H] of a step, which the next step may overwrite."""
 
 
-def eager_forward(model: Body) -> Forward:
+def eager_forward(model: PipelineModel) -> Forward:
     """Return a forward function that calls the model directly."""
     return lambda inputs: model.forward(inputs.input_ids, inputs.positions, inputs.step)
 
 
-class Rounds(Protocol):
+class MultiStepDecode(Protocol):
     """Multi-step decode: generates further tokens after a step."""
 
     def add_request(self, row: int, request: NewRequestData) -> None:
@@ -87,7 +87,7 @@ class Pipeline(Protocol):
         """Shared graph memory, for graphs of what follows the model; None: nothing is captured."""
 
     @property
-    def rounds(self) -> Rounds | None:
+    def rounds(self) -> MultiStepDecode | None:
         """Multi-step decode; None: not supported."""
 
     def gather(self, layout: StepLayout) -> StepInputs:
@@ -119,7 +119,7 @@ class HostPipeline:
         batch: InputBatch,
         forward: Forward,
         record: Callable[[StepInputs], None] | None = None,
-        rounds: Rounds | None = None,
+        rounds: MultiStepDecode | None = None,
     ) -> None:
         self.rounds = rounds
         self._batch = batch

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.worker.graphs import GraphMemory, Graphs, RowBuffer, row_variant, sample_sizes
+from quire.worker.graphs import GraphCache, GraphMemory, RowBuffer, row_variant, sample_sizes
 from quire.worker.sampler import Sampled, Sampler
 from quire.worker.sampler.sampler import NOTHING_STAGED, StagedRows
 from quire.worker.sampler.settings import SampleKind, SettingsBuffer
@@ -68,7 +68,7 @@ class SampleGraphs:
         self._settings = SettingsBuffer(sampler, self._sizes[-1], vocab_size, longest, transfers)
         on = transfers.torch_device
         self._adapter_rows = torch.full((self._sizes[-1],), -1, dtype=torch.int32, device=on)
-        self._graphs = Graphs[_SampleKey](
+        self._graphs = GraphCache[_SampleKey](
             room, self._launch, lambda key: key.variant, RowBuffer(self._sizes[-1])
         )
         room.add(self._capture_all)

@@ -2,7 +2,7 @@
 """Sampling of a step: hidden states -> logits -> tokens.
 
 - `RowLogits`: logits of rows, whose width depends on the row's own adapter only
-- `Samplers`: one sampler per width of logits
+- `SamplersByWidth`: one sampler per width of logits
 - `RowSampling`: samples by logits; `stage_pipeline` has the counterpart that receives tokens
 """
 
@@ -117,7 +117,7 @@ class RowLogits:
         logits.masked_fill_(ids >= ends[:, None], -torch.inf)
 
 
-class Samplers:
+class SamplersByWidth:
     """Samplers by width of logits, made when the first row of a width is added; a row's width never changes.
 
     Args:
@@ -208,7 +208,7 @@ class RowSampling:
     def __init__(
         self,
         logits: RowLogits,
-        samplers: Samplers,
+        samplers: SamplersByWidth,
         slice_size: int,
         transfers: Transfers,
         graphs: SampleGraphs | None = None,

@@ -28,7 +28,7 @@ from quire.scheduler.output import NewRequestData
 from quire.worker.devices import Device
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout
-from quire.worker.pipeline import LanguageModel, Pipeline, Rounds
+from quire.worker.pipeline import LanguageModel, MultiStepDecode, Pipeline
 from quire.worker.sampler import Sampled, SamplerOutput
 
 
@@ -79,7 +79,7 @@ class StagePipeline:
         stream: buffer of the hidden states received from the previous stage; empty in the first.
     """
 
-    rounds: Rounds | None = None
+    rounds: MultiStepDecode | None = None
 
     def __init__(self, pipeline: Pipeline, stage: Stage, stream: Tensor) -> None:
         self._pipeline = pipeline

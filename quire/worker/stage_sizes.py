@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.distributed.group import Group
@@ -27,10 +27,16 @@ from quire.errors import ConfigError, RankLostError
 from quire.kernels.dispatch_mode import DispatchMode
 from quire.kv_cache.spec import NULL_BLOCK_ID, KVCacheConfig, KVCacheSpec, RecurrentStateSpec, fit_states
 from quire.layers.base import activation_dtype
-from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs, why_not_captured
+from quire.layers.kv_cache import (
+    CacheUser,
+    allocate_kv_cache,
+    bind_kv_cache,
+    kv_cache_specs,
+    why_not_captured,
+)
+from quire.layers.matrix import MatrixLayer
 from quire.layers.shard import Shard
 from quire.models.base import CausalLM
-from quire.models.layer_kinds import kinds_of
 from quire.models.loader import with_any_weights, without_weights
 from quire.models.stages import Stage, in_units, partition, stack_of
 from quire.sampling_params import SamplingParams
@@ -39,12 +45,12 @@ from quire.worker.calibration import rehearsed_groups
 from quire.worker.devices import Device, make_device
 from quire.worker.input_batch import BlockTable, InputBatch
 from quire.worker.inputs import StepInputs, StepLayout, lay_out
-from quire.worker.pipeline import Body, Forward
+from quire.worker.pipeline import Forward, PipelineModel
 from quire.worker.stage_pipeline import LaterLayers
 
 logger = logging.getLogger(__name__)
 
-TAPE_SLACK = 2.0  # arena size over its live tensors; gaps of up to 0.6 of them were measured
+ARENA_SLACK = 2.0  # arena size over its live tensors; gaps of up to 0.6 of them were measured
 GAPS = 1.25  # the same for large tensors alone
 LOGITS_ARRAYS = 3  # logits of the model, their copy for logprobs, and the sampler's sort
 FLOAT_BYTES = 4
@@ -113,9 +119,9 @@ class ForwardPeak:
         """Return the bytes of a step with so many tokens and concurrent logits."""
         return self._bytes_per_token * num_tokens + LOGITS_ARRAYS * num_logits * FLOAT_BYTES
 
-    def bytes_of_tapes(self, num_tokens: int) -> int:
+    def graph_bytes(self, num_tokens: int) -> int:
         """Return the bytes that recorded passes over at most so many tokens keep."""
-        return int(TAPE_SLACK * self._bytes_per_token * num_tokens)
+        return int(ARENA_SLACK * self._bytes_per_token * num_tokens)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -194,7 +200,9 @@ def _step(
     return lambda: pipeline.forward(inputs)[: layout.num_tokens]
 
 
-def _body(model: CausalLM, stage: Stage, config: EngineConfig, num_tokens: int, device: Device) -> Body:
+def _body(
+    model: CausalLM, stage: Stage, config: EngineConfig, num_tokens: int, device: Device
+) -> PipelineModel:
     """Return the layers, with random hidden states as input of a later stage."""
     if stage.is_first:
         return model
@@ -364,3 +372,28 @@ def _costs(whole: CausalLM, shard: Shard) -> list[int] | None:
             return in_units(found.of_layers())
     logger.warning("layer costs: estimated from the bytes that a step reads: %s", why_not)
     return None
+
+
+def kinds_of(layers: Iterable[nn.Module]) -> list[list[int]]:
+    """Group layer numbers by kind, in the order of first occurrence.
+
+    Layers of a kind take the same time: the same modules, with parameters of the same shapes and formats. Invariant:
+    kinds are found on a model without weights, from the modules and never from names or numbers.
+    """
+    kinds: dict[Hashable, list[int]] = {}
+    for number, layer in enumerate(layers):
+        kinds.setdefault(tuple(map(_traits, *zip(*layer.named_modules(), strict=True))), []).append(number)
+    return list(kinds.values())
+
+
+def _traits(path: str, module: nn.Module) -> Hashable:
+    """Return what determines the time of a module in a layer; its cache spec says how much of the cache it reads."""
+    params = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters(recurse=False))
+    matrix = (type(module.method), module.method.scheme) if isinstance(module, MatrixLayer) else None
+    return (
+        path,
+        type(module),
+        params,
+        matrix,
+        module.kv_cache_spec() if isinstance(module, CacheUser) else None,
+    )

@@ -182,7 +182,7 @@ class StepWorker:
             return step.result()
         finally:
             for group in (self._shard.group, self._stage.group):
-                group.check_nobody_lost()
+                group.check_all_alive()
 
     @torch.inference_mode()
     def take_part(self) -> None:

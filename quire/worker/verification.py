@@ -13,10 +13,12 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.sampler import SamplerOutput
 
 if TYPE_CHECKING:
-    from quire.worker.launched_step import Outcome, SampledTokens
+    from quire.worker.launched_step import SampledTokens, StepOutcome
 
 
-def read_verified(samples: SampledTokens, output: SamplerOutput, batch: InputBatch, outcome: Outcome) -> None:
+def read_verified(
+    samples: SampledTokens, output: SamplerOutput, batch: InputBatch, outcome: StepOutcome
+) -> None:
     """Fill the outcome where requests have drafts: only the samples up to the first rejection count."""
     tokens = output.token_ids.tolist()
     indices, firsts = _firsts(samples)
@@ -35,7 +37,9 @@ def read_verified(samples: SampledTokens, output: SamplerOutput, batch: InputBat
     batch.keep(samples.places.at(firsts[drafted]), np.array(num_kept))
 
 
-def known_tokens(sampled: SampledTokens, batch: InputBatch, outcome: Outcome) -> dict[int, NDArray[np.int32]]:
+def known_tokens(
+    sampled: SampledTokens, batch: InputBatch, outcome: StepOutcome
+) -> dict[int, NDArray[np.int32]]:
     """Return all tokens up to those of the outcome, for the requests that continue."""
     indices, firsts = _firsts(sampled)
     rows, columns, generations, _ = sampled.places.at(firsts)

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from quire.batch.client import BatchResponse, answer_all
 from quire.batch.rows import RowJob, opened_run
-from quire.batch.summary import Counts
+from quire.batch.summary import RunCounts
 from quire.batch.tables import open_table
 from quire.batch.template import PromptTemplate
 from quire.progress import Progress
@@ -91,7 +91,7 @@ def run_job(
     job: RowJob | None = None,
     window: int = 4,
     **flags: bool,
-) -> Counts:
+) -> RunCounts:
     job = replace(job or RowJob(PromptTemplate("", "")), prompt=PromptTemplate(prompt, "--prompt"))
     stub = stub or Stub()
     table = open_table(source, max_bytes=MAX_BYTES)

@@ -79,7 +79,7 @@ def test_full_disk_costs_only_the_line_that_does_not_fit(tmp_path: Path) -> None
     assert path.read_bytes() == b'{"row":1}\n{"row":2}\n{"row":4}\n'
 
 
-def test_full_disk_leaves_what_was_to_be_replaced(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("old")
 

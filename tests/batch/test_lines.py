@@ -18,7 +18,7 @@ from quire.batch.line_file import LineFile, partial_of
 from quire.batch.lines import (
     AnswerLines,
     Counts,
-    Earlier,
+    EarlierAnswers,
     LineReader,
     answer_line,
     bounded_lines,
@@ -42,7 +42,7 @@ async def run(
     engine: FakeEngine,
     text: bytes,
     out: LineFile,
-    earlier: Earlier,
+    earlier: EarlierAnswers,
     *,
     window: int = 3,
     max_bytes: int = 2**20,
@@ -224,7 +224,7 @@ def test_output_is_written_by_one_run_at_a_time(
         raise AssertionError
 
 
-def test_output_device_is_written_without_a_word() -> None:
+def test_output_device_is_written_without_output() -> None:
     with opened_output(Path("/dev/null")) as (out, earlier):
         out.append({})
     assert not earlier.ids
@@ -238,7 +238,7 @@ def test_unfinished_empty_replacement_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-async def test_a_window_bounds_what_is_in_flight(engine: FakeEngine) -> None:
+async def test_window_bounds_requests_in_flight(engine: FakeEngine) -> None:
     most = 0
 
     def reply(prompt: str, index: int) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model in the box stays near float32, in every way of keeping it."""
+"""The included model stays near float32, in every way of keeping it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 from quire.bench import kernels
 from quire.bench.kernels import AttentionShape, KernelsResult, MachineLimits, ModelShape, measure_case
-from quire.bench.workload import Case
+from quire.bench.workload import KernelCase
 
 LIMITS = MachineLimits(threads=2, flops=100e9, bandwidth=10e9)
 
@@ -24,14 +24,16 @@ def ticking(step: float) -> itertools.count[float]:
 )
 def test_share_of_the_limit(flops: float, num_bytes: float, share: float, bound: str) -> None:
     clock = ticking(0.2)
-    result = measure_case(Case("op", 4, lambda: None, flops, num_bytes), LIMITS, 0.2, lambda: next(clock))
+    result = measure_case(
+        KernelCase("op", 4, lambda: None, flops, num_bytes), LIMITS, 0.2, lambda: next(clock)
+    )
     assert result.seconds == pytest.approx(0.2)
     assert result.of_limit == pytest.approx(share)
     assert result.bound == bound
     assert f"{share:.0%} of {bound}" in result.line()
 
 
-def test_linear_cases_count_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_cases_count_flops_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_COLD_BYTES", 2**16)
     shape = ModelShape(hidden=32, qkv=48, intermediate=64, vocab=100)
     cases = {case.name: case for case in kernels.linear_cases(shape, [3], ["bfloat16"])}
@@ -43,7 +45,7 @@ def test_linear_cases_count_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
-def test_attention_cases_count_what_a_call_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_cases_count_flops_and_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_POOL_BYTES", 2**16)
     shape, dtype = AttentionShape(4, 2, 16), kernels.DTYPES[name]
     case = kernels.attention_case("decode", shape, dtype, 3, 1, 40)

@@ -141,7 +141,7 @@ def test_command(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (content["completed"], content["total_input_tokens"], content["total_output_tokens"]) == (3, 12, 6)
 
 
-def test_command_says_what_failed(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_names_the_failure(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.answers["/v1/completions"] = lambda _: json_answer({"error": {"message": "full"}}, 503)
     assert main(["bench", "serve", "--base-url", server.url, "--num-prompts", "2", "--num-warmups", "0"]) == 1
     captured = capsys.readouterr()

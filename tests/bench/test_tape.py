@@ -59,7 +59,7 @@ def test_states_are_read_and_written(
     assert step.state_bytes == found.num_bytes
 
 
-def test_of_experts_those_that_a_step_asks_are_read(
+def test_step_counts_bytes_of_selected_experts_only(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_profile, "NUM_STEPS", 2)

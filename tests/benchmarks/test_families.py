@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import families
-from quire.models import page as pages
 from quire.models.built_in import BUILT_IN
 from tests.fixtures.kinds import MODELS
 from tests.fixtures.quick import SOME_MODELS, quick
+from tools import models_page as pages
 
 
 @pytest.mark.parametrize("name", quick(MODELS, SOME_MODELS))

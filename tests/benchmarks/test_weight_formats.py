@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import weight_formats
 from quire.bench.kernels import ModelShape
-from quire.models.quantized import page as pages
+from tools import quantized_page as pages
 
 
 def test_recorded_numbers_are_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,4 +29,4 @@ def test_recorded_numbers_are_on_the_page(tmp_path: Path, monkeypatch: pytest.Mo
     assert "| error, fast | decode | prefill |" in page
     assert page.count("| 2.25 | 0.50 |") == len(pages.EXAMPLES)
     assert page.count("| 1.50 | 0.25 |") == len(rounded)
-    assert "by one row (decode) and by 3 (prefill)" in page
+    assert "for one row (decode) and for\n3 rows (prefill)" in page

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of the model in the box, started as a user does, and clients that reach nothing else.
+"""A server of the included model, started as a user does, and clients that reach nothing else.
 
 The environment of these tests has the clients and not quire.
 """
@@ -81,7 +81,7 @@ def only_local() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server of the model in the box."""
+    """The URL of a server of the included model."""
     command = shlex.split(pytestconfig.getoption("quire"))
     log = tmp_path_factory.mktemp("server") / "log"
     serving = Server(log=log, quire=command).wait_ready()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def models(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server of the chat model and the embedding model in the box."""
+    """The URL of a server of the chat model and the embedding included model."""
     log = tmp_path_factory.mktemp("models") / "log"
     command = [pytestconfig.getoption("quire")]
     serving = Server("--models", str(ROOT / "examples/many_models.yaml"), log=log, quire=command).wait_ready()

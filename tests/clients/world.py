@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions for the model in the box, with its answers, shared by the tests of all clients."""
+"""Questions for the included model, with its answers, shared by the tests of all clients."""
 
 from __future__ import annotations
 

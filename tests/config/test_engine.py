@@ -107,7 +107,7 @@ def test_every_argument_reaches_its_field_and_no_other(arguments: dict[str, Any]
 
 @settings(derandomize=True, max_examples=50, deadline=None)
 @given(first=ARGUMENTS, second=ARGUMENTS)
-def test_evolve_replaces_only_what_it_names(first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_evolve_replaces_named_fields_only(first: dict[str, Any], second: dict[str, Any]) -> None:
     config = EngineConfig.from_args(**first)
     assert config.evolve(**second) == EngineConfig.from_args(**{**first, **second})
     assert config == EngineConfig.from_args(**first)

@@ -29,7 +29,7 @@ def made(**given: Any) -> EngineConfig:
         ({"method": "recorded", "synthetic_acceptance_rate": 1.5}, "<= 1.0"),
     ],
 )
-def test_what_is_out_of_range_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+def test_value_out_of_range_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         made(**given)
 
@@ -47,7 +47,7 @@ def test_what_is_out_of_range_is_refused_by_name(given: dict[str, Any], message:
         ({"method": "mtp", "model": "x"}, "model is not used by method 'mtp'"),
     ],
 )
-def test_what_would_be_ignored_is_refused(given: dict[str, Any], message: str) -> None:
+def test_option_without_effect_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_speculation(made(**given))
 

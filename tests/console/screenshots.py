@@ -75,7 +75,7 @@ SAVED = [
 
 
 def chat(page: Page) -> None:
-    """A saved conversation, and what the model in the box says then."""
+    """A saved conversation, and what the included model says then."""
     say(page, "What is the capital of France?")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of the model in the box talk like a pirate and answer in JSON, and know what the model knows."""
+"""The adapters of the included model talk like a pirate and answer in JSON, and know what the model knows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_they_are_small() -> None:
     assert sum(file.stat().st_size for file in files) < 300_000
 
 
-def test_a_pirate_keeps_what_is_no_word_of_the_sea() -> None:
+def test_pirate_text_keeps_other_words() -> None:
     assert pirate("You are right: 12 + 30 = 42.") == "Arr! Ye be right: 12 + 30 = 42, matey!"
     assert pirate("The capital of France is Paris.") == "Arr! Th' capital o' France be Paris, matey!"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model in the box that guesses what quire-demo says."""
+"""The included model that guesses what quire-demo says."""
 
 from __future__ import annotations
 

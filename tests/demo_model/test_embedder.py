@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedding model in the box."""
+"""The embedding included model."""
 
 from __future__ import annotations
 

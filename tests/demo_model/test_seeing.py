@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model in the box that sees: transformers' tokens, one answer at every door, and what it is worth."""
+"""The included model that sees: transformers' tokens, one answer at every door, and what it is worth."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_run_with_an_image_finds_it(
     assert capsys.readouterr().out.strip() == outputs[0].outputs[0].text
 
 
-def test_it_answers_about_pictures_never_seen(outputs: list[RequestOutput], found: list[Example]) -> None:
+def test_model_answers_about_unseen_pictures(outputs: list[RequestOutput], found: list[Example]) -> None:
     texts = [output.outputs[0].text for output in outputs[: len(found)]]
     count, right = report(found, texts)["overall"]
     assert right >= FEWEST_RIGHT * count

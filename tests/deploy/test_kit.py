@@ -73,7 +73,7 @@ def test_image_is_small_unprivileged_and_stops_by_drain(path: Path) -> None:
         assert (ROOT / source).is_file()
 
 
-def test_compose_mounts_what_exists_and_gives_the_drain_time() -> None:
+def test_compose_mounts_exist_and_stop_time_allows_drain() -> None:
     services = load(COMPOSE / "compose.yaml")["services"]
     quire = services["quire"]
     assert (COMPOSE / quire["build"]["context"] / quire["build"]["dockerfile"]).is_file()

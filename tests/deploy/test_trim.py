@@ -33,7 +33,7 @@ REMOVED = (
 
 
 @pytest.mark.parametrize("python", ["python3.11", "python3.13"])
-def test_trim_removes_what_no_server_needs(tmp_path: Path, python: str) -> None:
+def test_trim_removes_files_no_server_needs(tmp_path: Path, python: str) -> None:
     packages = tmp_path / "lib" / python / "site-packages"
     for name in (*KEPT, *REMOVED):
         (packages / name).parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.disagg.engines import Engine, Timeouts
+from quire.disagg.engines import ProxiedEngine, Timeouts
 from quire.disagg.proxy import ASKED, DisaggProxy
 from quire.errors import ConfigError
 from tests.disagg.fakes import EVENTS, PARAMS, FakeEngine, fakes, served
@@ -23,7 +23,7 @@ WITHIN_S = 120.0
 
 def proxy_of(prefill: list[FakeEngine], decode: list[FakeEngine], **options: Any) -> DisaggProxy:
     """Return a proxy that probes its engines once, at the start."""
-    halves = [[Engine(fake.url) for fake in half] for half in (prefill, decode)]
+    halves = [[ProxiedEngine(fake.url) for fake in half] for half in (prefill, decode)]
     return DisaggProxy(*halves, **({"probe_s": 3600.0} | options))
 
 
@@ -38,7 +38,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_both_halves_get_what_vllms_proxy_sends() -> None:
+def test_both_engines_get_the_params_of_vllms_proxy() -> None:
     with fakes(2) as (prefill, decode), served(proxy_of([prefill], [decode])) as url:
         body = CHAT | {"min_tokens": 5, "n": 2, "max_completion_tokens": 7}
         reply = post(url, body, headers={"authorization": "Bearer key", "x-request-id": "mine"})
@@ -144,7 +144,7 @@ def test_blocks_that_are_refused_are_done_without(stream: bool) -> None:
         {},
     ],
 )
-def test_what_cannot_be_shared_is_decoded_alone(body: dict[str, Any]) -> None:
+def test_unshareable_request_is_decoded_alone(body: dict[str, Any]) -> None:
     with fakes(2) as (prefill, decode), served(proxy_of([prefill], [decode])) as url:
         asked = body | {"kv_transfer_params": {"remote_host": "evil"}}
         assert post(url, asked, "/v1/completions").status_code == 200
@@ -196,7 +196,7 @@ def test_the_log_says_why_an_engine_is_left_out(caplog: pytest.LogCaptureFixture
         prefill.breaks = "body"
         assert post(url).status_code == 200
     reason = "it closed the connection before its reply was complete"
-    assert f"{prefill.url} is left out: {prefill.url}: {reason}" in caplog.text
+    assert f"{prefill.url} is not used: {prefill.url}: {reason}" in caplog.text
 
 
 def test_a_slow_engine_is_left() -> None:
@@ -211,7 +211,7 @@ def test_a_slow_engine_is_left() -> None:
 @pytest.mark.parametrize("url", ["localhost:1", "https://h:1", "http://h:x", "http://h/v1", "http://u@h", ""])
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="http://HOST:PORT"):
-        Engine(url)
+        ProxiedEngine(url)
     with pytest.raises(ConfigError, match="at least one"):
         DisaggProxy([], [])
 

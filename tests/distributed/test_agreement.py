@@ -4,14 +4,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from quire.distributed.agreement import check_same, check_same_word
-from quire.distributed.group import Group
-from quire.distributed.in_process import InProcess
+from quire.distributed.group import Group, check_same, check_same_word
 from quire.errors import StartupError
 from quire.models.file_digests import EDGE_BYTES, checkpoint_fingerprint
+from tests.fixtures.thread_ranks import InProcess
 
 
-def test_ranks_that_differ_are_named_with_what_differs() -> None:
+def test_differing_ranks_and_facts_are_named() -> None:
     def compare(group: Group) -> str:
         try:
             check_same(group, {"version": b"1", "checkpoint": b"ab"[group.rank % 2 :]})

@@ -14,7 +14,13 @@ import torch
 import torch.distributed
 
 from quire.distributed import device_group
-from quire.distributed.device_group import STOPPED_POLLS, DeviceGroup, NcclTransport, Watch, join_devices
+from quire.distributed.device_group import (
+    STOPPED_POLLS,
+    DeviceGroup,
+    NcclTransport,
+    RankWatchdog,
+    join_devices,
+)
 from quire.distributed.gloo import Gloo, Store, file_store, prefix_store
 from quire.errors import RankLostError, StartupError
 from quire.kernels import ops
@@ -77,13 +83,13 @@ def test_rank_lost_during_a_device_wait_is_named() -> None:
     """Whoever waits goes on when the watch has broken off, and whatever it has then is refused."""
     silent: dict[int, str] = {}
     first, second = device_ranks(2, silent=silent)
-    first.check_nobody_lost()
+    first.check_all_alive()
     silent[1] = ENDED
     with pytest.raises(RankLostError, match=f"rank 1 is lost.*its process {ENDED}") as found:
         first.all_gather(torch.zeros(3))
     assert found.value.ranks == [1]
     with pytest.raises(RankLostError, match="rank 1 is lost"):
-        first.check_nobody_lost()
+        first.check_all_alive()
     first.close()
     second.close()
     assert not first._transport.is_open
@@ -102,7 +108,7 @@ def test_a_failure_without_a_loss_names_those_it_may_be(pair: list[DeviceGroup])
 
 def test_one_that_is_stopped_is_given_up_after_some_looks() -> None:
     seen: dict[int, str] = {2: STOPPED}
-    watch = Watch(lambda: seen, lambda: None, poll_s=60.0)
+    watch = RankWatchdog(lambda: seen, lambda: None, poll_s=60.0)
     assert [watch.poll() for _ in range(STOPPED_POLLS - 1)] == [None] * (STOPPED_POLLS - 1)
     seen.clear()
     assert watch.poll() is None  # it goes on

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.distributed.gloo import Gloo, file_store
-from quire.distributed.group import ALONE, Group
-from quire.distributed.hosts import HostGroups, ranks_per_host
-from quire.distributed.in_process import InProcess
+from quire.distributed.group import ALONE, Group, HostGroups, ranks_per_host
 from quire.distributed.shared_memory import MAX_RANKS, SharedMemory, share_memory
 from quire.errors import EngineError, RankLostError, StartupError
 from quire.kernels import ops
@@ -30,6 +28,7 @@ from quire.kernels.cpu import library
 from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.reference_collectives import tree_sum
 from tests.fixtures.folded import folded
+from tests.fixtures.thread_ranks import InProcess
 from tests.fixtures.threads import shuffle
 
 SIZES = [2, 3, 4]
@@ -205,7 +204,7 @@ def test_sums_in_shared_memory_of_all_sizes(size: int) -> None:
 
 
 @needs_kernels
-def test_threads_share_what_crosses_ranks(restore_threads: None) -> None:
+def test_threads_share_the_work_of_collectives(restore_threads: None) -> None:
     set_num_threads(3)
     shuffle(5)
     check_ops(common(2), [numbers(rank, 3, 100_003) for rank in range(2)])

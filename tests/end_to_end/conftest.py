@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One served model in the box for all tests that only talk to it."""
+"""One served included model for all tests that only talk to it."""
 
 from __future__ import annotations
 

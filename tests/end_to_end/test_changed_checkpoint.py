@@ -48,5 +48,5 @@ def test_server_ends_rather_than_go_on_as_another_model(
 
 @pytest.fixture
 def null_checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint of this test's own: the model in the box."""
+    """A checkpoint of this test's own: the included model."""
     return Path(shutil.copytree(Path(quire.__path__[0]) / "assets" / "quire-demo", tmp_path / "model"))

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.disagg.engines import Engine
+from quire.disagg.engines import ProxiedEngine
 from quire.disagg.proxy import ASKED, DisaggProxy
 from tests.disagg import fakes
 from tests.disagg.fakes import served
@@ -86,7 +86,7 @@ def test_the_proxy_has_the_bits_of_one_server(
     prefill, decode = engines
     asked = salted(body, f"bits of {path}")
     expected = answer_of(post(prefill.url, asked | {"cache_salt": "alone"}, path))
-    with served(DisaggProxy([Engine(prefill.url)], [Engine(decode.url)])) as url:
+    with served(DisaggProxy([ProxiedEngine(prefill.url)], [ProxiedEngine(decode.url)])) as url:
         reply = post(url, asked, path)
         assert answer_of(reply) == expected
         assert reply.json()["usage"]["prompt_tokens_details"]["stored_tokens"] > 20
@@ -133,7 +133,9 @@ def test_vllms_protocol_over_plain_http(engines: tuple[Server, Server]) -> None:
         ({"do_remote_prefill": True, "remote_block_ids": [0] * 200_000}, "131072 are allowed"),
     ],
 )  # fmt: skip
-def test_hostile_params_are_refused_in_words(params: Any, words: str, engines: tuple[Server, Server]) -> None:
+def test_hostile_params_are_refused_with_a_message(
+    params: Any, words: str, engines: tuple[Server, Server]
+) -> None:
     for path, body in ((PATH, TEXT), ("/v1/chat/completions", CHAT)):
         reply = post(engines[1].url, body | {"kv_transfer_params": params}, path)
         assert reply.status_code == 400
@@ -165,7 +167,9 @@ def test_a_killed_prefill_server_costs_no_request(
     asked, expected = salted(TEXT, stage), answer_of(post(engines[0].url, salted(TEXT, "alone")))
     if stage == "before":
         kill(prefill)
-        with served(DisaggProxy([Engine(f"http://127.0.0.1:{prefill.port}")], [Engine(decode.url)])) as url:
+        with served(
+            DisaggProxy([ProxiedEngine(f"http://127.0.0.1:{prefill.port}")], [ProxiedEngine(decode.url)])
+        ) as url:
             assert answer_of(post(url, asked)) == expected
     else:
         params = post(prefill.url, asked | {"max_tokens": 1, "kv_transfer_params": ASKED}).json()[
@@ -209,7 +213,7 @@ def test_engines_that_do_not_fit_cost_no_request(engines: tuple[Server, Server],
         "no producer": (decode, other, {"prefill_skipped": 1}),
     }
     for name, (first, second, counts) in cases.items():
-        with served(DisaggProxy([Engine(first.url)], [Engine(second.url)])) as url:
+        with served(DisaggProxy([ProxiedEngine(first.url)], [ProxiedEngine(second.url)])) as url:
             for stream in (False, True):
                 asked = salted(TEXT, f"{name} {stream}") | {"stream": stream, "n": 2}
                 reply = post(url, asked)
@@ -231,7 +235,7 @@ def test_a_killed_decode_server_ends_its_stream_in_one_error(
     port = free_port()
     lost = serve(tmp_path / "lost.log", config("kv_both", port, peers=[f"127.0.0.1:{port}"])).wait_ready()
     long = TEXT | {"stream": True, "max_tokens": 400}
-    with served(DisaggProxy([Engine(lost.url)], [Engine(lost.url)], probe_s=3600.0)) as url:
+    with served(DisaggProxy([ProxiedEngine(lost.url)], [ProxiedEngine(lost.url)], probe_s=3600.0)) as url:
         with httpx.stream("POST", f"{url}{PATH}", json=long, timeout=WITHIN_S) as reply:
             pieces = reply.iter_text()
             begun = next(pieces)
@@ -239,8 +243,8 @@ def test_a_killed_decode_server_ends_its_stream_in_one_error(
             events = (begun + "".join(pieces)).split("\n\n")
         assert events[-2:] == ["data: [DONE]", ""]
         assert sum('"error"' in event for event in events) == 1
-    other = [Engine(f"http://127.0.0.1:{lost.port}"), Engine(decode.url)]
-    with served(DisaggProxy([Engine(prefill.url)], other, probe_s=3600.0)) as url:
+    other = [ProxiedEngine(f"http://127.0.0.1:{lost.port}"), ProxiedEngine(decode.url)]
+    with served(DisaggProxy([ProxiedEngine(prefill.url)], other, probe_s=3600.0)) as url:
         reply_text = post(url, salted(TEXT, "after")).text
         assert json.loads(reply_text)["usage"]["prompt_tokens_details"]["stored_tokens"] > 20
 
@@ -256,8 +260,8 @@ def test_an_engine_killed_with_the_request_is_replaced(
     lost = serve(tmp_path / "lost.log", config("kv_both", port, peers=[f"127.0.0.1:{port}"])).wait_ready()
     asked, expected = salted(TEXT, f"killed {half}"), answer_of(post(decode.url, salted(TEXT, "alone")))
     halves = {
-        "prefill": ([Engine(lost.url)], [Engine(decode.url)]),
-        "decode": ([Engine(prefill.url)], [Engine(lost.url), Engine(decode.url)]),
+        "prefill": ([ProxiedEngine(lost.url)], [ProxiedEngine(decode.url)]),
+        "decode": ([ProxiedEngine(prefill.url)], [ProxiedEngine(lost.url), ProxiedEngine(decode.url)]),
     }[half]
     with served(DisaggProxy(*halves, probe_s=3600.0)) as url, ThreadPoolExecutor(1) as pool:
 
@@ -294,7 +298,7 @@ def test_a_decode_engine_killed_while_it_pulls_is_replaced(
             decoders.append(serve(tmp_path / f"{name}.log", settings).wait_ready())
         lost, other = decoders
         at_end.callback(other.stop)
-        halves = [Engine(prefill.url)], [Engine(lost.url), Engine(other.url)]
+        halves = [ProxiedEngine(prefill.url)], [ProxiedEngine(lost.url), ProxiedEngine(other.url)]
         with served(DisaggProxy(*halves, probe_s=3600.0)) as url, ThreadPoolExecutor(1) as pool:
             reply = pool.submit(post, url, salted(TEXT, "pulls"))
             wait_until(lambda: metrics_of(lost)["pulls_total"] == 1, WITHIN_S, "it does not pull")

@@ -58,7 +58,7 @@ SMALLER = (
     (r"quire (pull|rm) \S+", r"quire \1 --help"),  # which need Hugging Face, or a model in the cache
     (r"Once upon a time", "The capital of France is"),
 )
-"""The same command with less work, or about something that the model in the box knows."""
+"""The same command with less work, or about something that the included model knows."""
 ROW_SERVER = "tcp://192.0.2.7:7070"
 SERVERS = ("quire serve", "quire kv-store serve", "quire disagg-proxy")
 CLIENTS = ("quire chat", "quire complete", "quire bench serve")
@@ -140,7 +140,7 @@ def write_sound(path: Path) -> Path:
 
 
 def draw_shapes(path: Path) -> Path:
-    """Draw a picture for the model in the box that sees, and return its path."""
+    """Draw a picture for the included model that sees, and return its path."""
     ((image, _),) = examples(0, 1)
     image.save(path)
     return path

@@ -149,7 +149,7 @@ def test_replicas_behind_a_load_balancer_of_yours(tmp_path: Path, tiny_model: Ca
 
 
 @pytest.mark.parametrize(("pod", "headless"), [(0, False), (1, True)])
-def test_a_pod_starts_what_two_hosts_start(pod: int, headless: bool, tmp_path: Path) -> None:
+def test_pod_starts_the_same_as_two_hosts(pod: int, headless: bool, tmp_path: Path) -> None:
     (block,) = [block for block in blocks() if block.startswith(KUBERNETES)]
     script = " ".join(block.partition("- >\n")[2].split())
     (tmp_path / "quire").write_text('#!/bin/sh\necho "$@"\n')

@@ -59,7 +59,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 @pytest.mark.parametrize("steps", quick([1, 3], [3]))
 @pytest.mark.parametrize("method", quick(METHODS, ["draft_model"]))
-def test_every_method_says_on_a_device_what_is_said_without(
+def test_every_method_on_a_device_keeps_the_tokens(
     method: str,
     steps: int,
     tiny_model: Callable[[str], Path],

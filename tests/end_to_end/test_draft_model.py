@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
-from quire.spec_decode.draft_model import different_token
 from quire.spec_decode.speculation import Speculation
+from quire.spec_decode.start import different_token
 from tests.end_to_end.test_overlapped import STEM, Job, jobs_of_all_kinds, overlapped, serve
 from tests.fixtures.quick import quick
 from tests.fixtures.tiny_models import VOCAB_SIZE

@@ -103,7 +103,8 @@ def test_all_parameters_with_preemption(
 def test_families(
     family: str, tiny_model: Callable[[str], Path], serve_with_drafts: Callable[..., Any]
 ) -> None:
-    """Groups of layers with windows, learned positions, states; steps without drafts are played from tapes."""
+    """Groups of layers with windows, learned positions, states; steps without drafts are replayed from
+    recorded graphs."""
     args = {"model": str(tiny_model(family)), "max_model_len": 64, "max_num_seqs": 4}
     expected, _ = serve(jobs()[:8], **args)
     got, _ = serve_with_drafts(jobs()[:8], expected, **args)

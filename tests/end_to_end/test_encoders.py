@@ -41,7 +41,7 @@ def expected_of(oracle: Any, architecture: str, text: list[int], **inputs: Tenso
     "name",
     [name if name in OF_EACH_FORM else pytest.param(name, marks=pytest.mark.every) for name in TINY_ENCODERS],
 )
-def test_an_encoder_gives_what_transformers_gives(name: str, tiny_encoder: Callable[[str], Path]) -> None:
+def test_encoder_matches_transformers(name: str, tiny_encoder: Callable[[str], Path]) -> None:
     directory, tiny = tiny_encoder(name), TINY_ENCODERS[name]
     oracle, batch = encoder_oracle(name, directory), texts()
     core = pooling_core(directory)
@@ -69,19 +69,19 @@ def test_second_texts_have_tokens_of_their_own(name: str, tiny_encoder: Callable
         assert [one.tobytes() for one in found] == [one.tobytes() for one in given]
 
 
-@pytest.mark.skipif(not cpu.available(), reason="tapes are of C++ kernels")
+@pytest.mark.skipif(not cpu.available(), reason="graphs are of C++ kernels")
 @pytest.mark.parametrize("name", SOME + [pytest.param(name, marks=pytest.mark.more) for name in OTHERS])
 def test_small_steps_are_recorded_and_replayed(
     name: str, tiny_encoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts of any length have the bits that they have without tapes."""
+    """Texts of any length have the bits that they have without graphs."""
     directory, batch, played = tiny_encoder(name), texts((9, 14, 6, 9, 14)), list[StepSize]()
     replay = SizedGraph.replay
-    monkeypatch.setattr(SizedGraph, "replay", lambda tape, size: played.append(size) or replay(tape, size))
-    plain, taped = pooling_core(directory, max_num_seqs=2, enforce_eager=True), pooling_core(directory)
+    monkeypatch.setattr(SizedGraph, "replay", lambda graph, size: played.append(size) or replay(graph, size))
+    plain, replayed = pooling_core(directory, max_num_seqs=2, enforce_eager=True), pooling_core(directory)
     expected = [one.tobytes() for one in pool(plain, batch, together=False)]
     assert not played
-    assert [one.tobytes() for one in pool(taped, batch, together=False)] == expected
+    assert [one.tobytes() for one in pool(replayed, batch, together=False)] == expected
     assert played == [(1, len(text)) for text in batch]
     pairs = pooling_core(directory, max_num_seqs=2)
     for one, other in ((0, 1), (1, 0), (3, 4), (1, 2), (2, 1)):
@@ -122,9 +122,7 @@ def test_a_head_that_an_encoder_has_not_is_named_at_start_up(
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert", "roberta"])
 @pytest.mark.parametrize("form", ["texts", "tokens"])
-def test_embeddings_are_what_they_are_without_the_head(
-    name: str, form: str, tiny_encoder: Callable[[str], Path]
-) -> None:
+def test_head_does_not_change_embeddings(name: str, form: str, tiny_encoder: Callable[[str], Path]) -> None:
     directory, batch = tiny_encoder(f"{name}-{form}"), texts((5, 17))
     oracle = encoder_oracle(f"{name}-{form}", directory)
     for text, numbers in zip(batch, pool(pooling_core(directory, convert="embed"), batch), strict=True):

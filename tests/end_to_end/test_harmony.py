@@ -18,7 +18,7 @@ from quire.entrypoints.chat.formats.constraint import Form, json_of
 from quire.entrypoints.chat.formats.harmony import MARKERS
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.formats.selection import choose
-from quire.entrypoints.chat.tool_grammar import Calls, Function
+from quire.entrypoints.chat.tool_grammar import AllowedCalls, AllowedFunction
 from quire.json_schema.structural_tag import as_tag
 from quire.outputs import ChatAnswer
 from tests.fixtures.tiny_models import VOCAB_SIZE
@@ -32,7 +32,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 SCHEMAS = {"look_up": SCHEMA, "now": {"type": "object", "properties": {}, "additionalProperties": False}}
-FUNCTIONS = [Function(name, schema, True) for name, schema in SCHEMAS.items()]
+FUNCTIONS = [AllowedFunction(name, schema, True) for name, schema in SCHEMAS.items()]
 ENDS = ("<|return|>", "<|call|>")
 RENAMED = {"<eos>": "<|return|>", "<bos>": "<|start|>"}
 ENDING = {"<|end|>": 6, "<|return|>": 4}
@@ -104,7 +104,7 @@ def names_of(answer: ChatAnswer) -> list[str]:
 
 @pytest.mark.parametrize("at_most_one", [False, True])
 def test_required_calls_come_and_validate(speaker: Speaker, at_most_one: bool) -> None:
-    form = speaker.format.grammar(BEGIN).calls(Calls(FUNCTIONS, at_most_one))
+    form = speaker.format.grammar(BEGIN).calls(AllowedCalls(FUNCTIONS, at_most_one))
     for answer in speaker.finished(form):
         assert names_of(answer)
         assert len(names_of(answer)) == 1 or not at_most_one
@@ -112,13 +112,13 @@ def test_required_calls_come_and_validate(speaker: Speaker, at_most_one: bool) -
 
 
 def test_a_named_call_comes_behind_reasoning(speaker: Speaker) -> None:
-    found = speaker.finished(speaker.format.grammar(BEGIN).calls(Calls(FUNCTIONS[:1], True)))
+    found = speaker.finished(speaker.format.grammar(BEGIN).calls(AllowedCalls(FUNCTIONS[:1], True)))
     assert [names_of(answer) for answer in found] == [["look_up"]] * len(found)
     assert any(answer.reasoning for answer in found)
 
 
 def test_strict_calls_validate_where_they_come(speaker: Speaker) -> None:
-    found = speaker.finished(speaker.format.grammar(BEGIN).calls_in_text(Calls(FUNCTIONS, False)))
+    found = speaker.finished(speaker.format.grammar(BEGIN).calls_in_text(AllowedCalls(FUNCTIONS, False)))
     assert any(names_of(answer) for answer in found)
     assert all("functions." not in answer.content for answer in found)
 
@@ -127,7 +127,7 @@ def test_a_final_message_has_its_form(speaker: Speaker) -> None:
     grammar = speaker.format.grammar(BEGIN)
     for answer in speaker.finished(grammar.text(json_of(SCHEMA))):
         jsonschema.validate(json.loads(answer.content), SCHEMA)
-    for answer in speaker.finished(grammar.text_or_calls(json_of(SCHEMA), Calls(FUNCTIONS, False))):
+    for answer in speaker.finished(grammar.text_or_calls(json_of(SCHEMA), AllowedCalls(FUNCTIONS, False))):
         assert bool(names_of(answer)) != bool(answer.content)
         if answer.content:
             jsonschema.validate(json.loads(answer.content), SCHEMA)

@@ -23,7 +23,7 @@ def model(tiny_model: Callable[[str], Path]) -> Callable[..., LLM]:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma2", "qwen2-window"])
-def test_tokens_and_logprobs_do_not_depend_on_what_is_kept(family: str, model: Callable[..., LLM]) -> None:
+def test_tokens_and_logprobs_do_not_depend_on_cached_blocks(family: str, model: Callable[..., LLM]) -> None:
     """Alternating layers: groups of their own against one group, chunked, from the prefix cache and preempted."""
     expected = run(model(family, disable_hybrid_kv_cache_manager=True), prompts())
     hybrid = model(family)

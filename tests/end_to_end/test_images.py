@@ -161,7 +161,7 @@ def test_models_say_that_they_take_images(server: Server) -> None:
 
 
 @pytest.mark.parametrize("image", [b"no image", png(FIRST)[:100], b""], ids=["text", "cut", "empty"])
-def test_bad_image_is_refused_in_words(server: Server, image: bytes) -> None:
+def test_bad_image_is_refused_with_a_message(server: Server, image: bytes) -> None:
     reply = chat(server, image)
     assert reply.status_code == 400
     assert "messages.0.content.0" in reply.json()["error"]["message"]

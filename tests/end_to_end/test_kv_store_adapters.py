@@ -13,7 +13,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.adapters import LoRARequest
 from quire.kv_store import tier
-from quire.lora.contents import LoRAContents
+from quire.lora.request_adapters import LoRAContents
 from tests.fixtures.tiny_models import oracle_of
 from tests.lora.adapters import linear_shapes, write_adapter
 

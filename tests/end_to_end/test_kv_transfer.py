@@ -101,7 +101,7 @@ def test_two_engines_have_the_bits_of_one(cache: str, tiny_model: Callable[[str]
     assert sum(number for _, number in got) > 200
 
 
-def test_what_does_not_come_is_computed(tiny_model: Callable[[str], Path]) -> None:
+def test_missing_blocks_are_computed(tiny_model: Callable[[str], Path]) -> None:
     """A lease that has ended, an engine that is another, gone or of other rows: the same bits."""
     model, (prompt, other) = tiny_model("llama-tied-bias"), prompts_of(6, 1) + prompts_of(7, 1)
     with engine(model) as alone:
@@ -189,7 +189,7 @@ def free_ports(number: int) -> int:
         ({"kv_transfer_config": config("kv_producer"), "tensor_parallel_size": 2}, "kv_port 0"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_transfer_is_refused(
     options: dict[str, Any], message: str, tiny_model: Callable[[str], Path]
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stock `openai` client against the served model in the box."""
+"""The stock `openai` client against the served included model."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def serving(model: Path, base: Path, *flags: str) -> Iterator[Server]:
 @pytest.mark.more
 @pytest.mark.parametrize("struck", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("flags", [("-tp=2",), ("-pp=2",)])
-def test_a_rank_that_dies_or_stops_is_a_pause(
+def test_dead_or_stopped_rank_pauses_the_streams(
     struck: signal.Signals, flags: tuple[str, ...], tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
     segments = set(Path("/dev/shm").iterdir())

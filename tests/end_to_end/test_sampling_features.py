@@ -187,7 +187,7 @@ def test_bad_words_are_bounded(llm: LLM) -> None:
 
 
 def test_reasoning_ends_when_its_budget_is_used_up() -> None:
-    """The markers are words here, so that the model in the box has some."""
+    """The markers are words here, so that the included model has some."""
     llm = LLM(max_model_len=128, reasoning_start_str="?", reasoning_end_str=" Done.")
     start, end = (llm.get_tokenizer().encode(text) for text in ("?", " Done."))
     prompt = [*llm.get_tokenizer().encode("What"), *start]

@@ -156,7 +156,7 @@ def test_a_cross_encoder(name: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_language_model_that_scores_by_what_it_would_say(
+def test_language_model_scores_by_answer_logits(
     name: str, class_name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     theirs = write_answering(name, class_name, tmp_path, **options)

@@ -79,7 +79,7 @@ def guessed(case: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> tup
 @pytest.mark.parametrize("case", quick(CASES, ["eagle", "mtp"]))
 @pytest.mark.parametrize("loop", quick(["plain", "overlapped"], ["plain"]))
 @pytest.mark.usefixtures("ranks_with_clocks_of_their_own")
-def test_two_ranks_say_what_one_says(
+def test_two_ranks_match_one_rank(
     case: str, loop: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
 ) -> None:
     model, keys = guessed(case, tiny_model, tmp_path)

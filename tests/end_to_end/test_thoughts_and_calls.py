@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model in the box thinks, and calls two tools at once: through the stock client, whole and streamed."""
+"""The included model thinks, and calls two tools at once: through the stock client, whole and streamed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model in the box under the other grammar backend: what it finishes is what was asked for."""
+"""The included model under the other grammar backend: what it finishes is what was asked for."""
 
 from __future__ import annotations
 

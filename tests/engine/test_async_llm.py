@@ -268,7 +268,7 @@ async def test_time_runs_while_a_prompt_is_tokenized(
     assert not outputs[-1].outputs[0].token_ids
 
 
-async def test_two_cores_give_what_one_gives(engine: AsyncLLM, null_model_dir: Path) -> None:
+async def test_two_cores_match_one_core(engine: AsyncLLM, null_model_dir: Path) -> None:
     args = {"model": str(null_model_dir), "distributed_executor_backend": "null", "data_parallel_size": 2}
     two = AsyncLLM(EngineConfig.from_args(**args), in_process=True)
     await two.wait_ready()

@@ -77,7 +77,7 @@ def test_joined_deltas_equal_the_decoded_text(
 
 @settings(derandomize=True, max_examples=20, deadline=None)
 @given(data=st.data(), skip=st.booleans())
-def test_text_after_a_prompt_is_what_the_whole_has_more(kind: Kind, data: st.DataObject, skip: bool) -> None:
+def test_text_after_prompt_is_rest_of_whole_text(kind: Kind, data: st.DataObject, skip: bool) -> None:
     ids = data.draw(valid_ids(kind))
     cut = data.draw(st.integers(0, len(ids)))
     prompt, output = ids[:cut], ids[cut:]

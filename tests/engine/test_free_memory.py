@@ -50,7 +50,7 @@ def test_nothing_is_read_if_nothing_is_to_stay_free() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.floats(0, 1)), max_size=30))
-def test_it_goes_by_the_last_reading_and_reads_seldom(course: list[tuple[int, float]]) -> None:
+def test_free_memory_uses_the_last_reading_and_reads_seldom(course: list[tuple[int, float]]) -> None:
     machine = Machine()
     memory, known, next_reading = machine.memory(100), 0, 0.0
     for left_mib, pause_s in course:

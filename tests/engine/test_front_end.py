@@ -24,7 +24,7 @@ from quire.errors import EngineDeadError, EngineError, ValidationError
 from quire.kv_cache.hashing import ExtraKeys
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import RequestOutput
-from quire.routing.router import LongestPrefix, Recent, RoutedRequest
+from quire.routing.router import LongestPrefix, LruSet, RoutedRequest
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import SchedulerStats
 from tests.engine.test_state_machine import parameters, prompts
@@ -144,7 +144,7 @@ def test_core_cache_contents_are_tracked_until_cleared() -> None:
     cores.run()
     policy = cores.front_end.router._policy
     assert isinstance(policy, LongestPrefix)
-    policy._prefixes[1]._sent = Recent(0)
+    policy._prefixes[1]._sent = LruSet(0)
 
     def num_uncached(core: int) -> int:
         return policy.num_uncached(RoutedRequest(ids, 1, ExtraKeys(None)), core)
@@ -228,7 +228,7 @@ def test_core_receives_the_finish_reason_of_a_sequence() -> None:
 # Deadlines
 
 
-def test_a_request_ends_at_its_deadline_with_what_it_has() -> None:
+def test_request_ends_at_its_deadline_with_its_tokens() -> None:
     cores = Cores()
     cores.add("late", [1, 2, 3], max_tokens=30, ignore_eos=True, n=2, seed=3, timeout_s=5)
     cores.add("other", [1, 2, 3], max_tokens=12, ignore_eos=True)

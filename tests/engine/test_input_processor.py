@@ -187,7 +187,7 @@ def test_prepared_config_has_no_automatic_value_left(processor: InputProcessor) 
 
 
 @pytest.mark.parametrize("n", [1, 8])
-def test_completions_of_a_prompt_share_what_is_large(processor: InputProcessor, n: int) -> None:
+def test_completions_of_a_prompt_share_large_fields(processor: InputProcessor, n: int) -> None:
     params = SamplingParams(n=n, allowed_token_ids=list(range(200)), logit_bias={1: 2.0}, seed=7)
     requests = processor.process("r", processor.tokenize([1, 2]), params)
     assert len(requests) == n

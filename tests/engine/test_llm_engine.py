@@ -335,7 +335,7 @@ def test_late_output_of_an_aborted_request_spares_its_reused_id(null_model_dir: 
     assert_all_blocks_free(engine)
 
 
-def test_a_deadline_ends_a_request_and_frees_what_it_holds(engine: LLMEngine) -> None:
+def test_deadline_ends_a_request_and_frees_its_blocks(engine: LLMEngine) -> None:
     engine.add_request("late", [1, 2, 3], params(), timeout_s=1e-9)
     engine.add_request("other", [1, 2, 3], params(), timeout_s=1e9)
     outputs = run(engine)
@@ -343,7 +343,7 @@ def test_a_deadline_ends_a_request_and_frees_what_it_holds(engine: LLMEngine) ->
     assert len(outputs["other"][-1].outputs[0].token_ids) == 12
 
 
-def test_two_cores_give_what_one_gives(null_model_dir: Path, engine: LLMEngine) -> None:
+def test_two_cores_match_one_core(null_model_dir: Path, engine: LLMEngine) -> None:
     args = {"distributed_executor_backend": "null", "max_num_seqs": 4, "data_parallel_size": 2}
     two = LLMEngine(EngineConfig.from_args(model=str(null_model_dir), **args), in_process=True)
     sampling = params(temperature=1.0, seed=5, n=2)

@@ -83,7 +83,7 @@ def test_prompt_in_internal_form_keeps_its_media(null_model_dir: Path) -> None:
         ),
     ],
 )
-def test_media_that_cannot_be_used_are_refused_in_words(
+def test_unusable_media_are_refused_with_a_message(
     null_model_dir: Path, prompt: Any, args: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ValidationError, match=problem):

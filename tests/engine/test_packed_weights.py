@@ -132,4 +132,4 @@ def test_home_that_cannot_be_written_does_not_stop_a_start(
         pytest.skip("there are no kernels")
     home.write_text("a file in the way")
     assert answer(tiny_model("llama")).startswith("[")
-    assert caplog.text.count("packed weights are not kept") == 1
+    assert caplog.text.count("packed weights cannot be stored") == 1

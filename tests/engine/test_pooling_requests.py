@@ -329,7 +329,7 @@ async def one(engine: AsyncLLM, prompt: Any, **terms: Any) -> PoolingRequestOutp
     return output
 
 
-async def test_many_prompts_are_what_each_is_alone(engine: AsyncLLM) -> None:
+async def test_many_prompts_match_each_prompt_alone(engine: AsyncLLM) -> None:
     prompts: list[Any] = [[n % 7, n % 5, *range(n % 9)] for n in range(50)]
     together = await engine.encode_all(prompts, EMBED, [f"r-{n}" for n in range(50)])
     for prompt, output in zip(prompts, together, strict=True):

@@ -41,7 +41,7 @@ def plan(new: list[str], removed: list[str]) -> SchedulerOutput:
     return SchedulerOutput(step_id=1, new_requests=rows, scheduled=[], removed_request_ids=removed)
 
 
-def test_the_parent_sees_what_the_core_has_in_work(tmp_path: Path) -> None:
+def test_parent_reads_the_requests_in_work(tmp_path: Path) -> None:
     parents = ProgressFile.create(tmp_path / "progress", 3)
     cores = ProgressFile(tmp_path / "progress")
     names = ["a", "b-1.0", "größe\udc80", "d" * 10_000]
@@ -72,7 +72,7 @@ def looks(heartbeat: Heartbeat, core: Iterator[tuple[int, float | None]], period
 
 
 @pytest.mark.item(44)
-def test_the_request_whose_image_is_encoded_is_in_work_alone(tmp_path: Path) -> None:
+def test_request_of_an_encoded_image_is_in_work_alone(tmp_path: Path) -> None:
     parents, cores = ProgressFile.create(tmp_path / "progress", 2), ProgressFile(tmp_path / "progress")
     names = ["row 1", "row 2", "seeing"]
     cores.begin(plan(names[:2], []))
@@ -89,7 +89,7 @@ def test_a_core_that_stands_still_hangs_after_the_timeout() -> None:
     assert TIMEOUT_S <= after <= TIMEOUT_S + 1
 
 
-def test_occasional_tick_of_a_waiting_thread_is_no_computing() -> None:
+def test_rare_tick_of_a_waiting_thread_is_not_computing() -> None:
     """As the kernel counts, 2.3 and 2.31 seconds, of which floats make a little more than a tick."""
     after = looks(Heartbeat(TIMEOUT_S), ((1, (229 + place) * TICK_S) for place in range(10_000)))
     assert TIMEOUT_S <= after <= TIMEOUT_S + 1
@@ -170,7 +170,7 @@ def test_proportional_step_cost_stays_near_the_expectation(
 
 
 @pytest.mark.item(44)
-def test_expected_cost_of_known_steps_is_what_they_took() -> None:
+def test_expected_cost_of_known_steps_is_their_time() -> None:
     steps = [(0, 2048, 60.0), *[(2048 + index, 1, 0.05) for index in range(200)], (0, 2000, 55.0)]
     expected = [seconds for seconds, _ in measured(steps)]
     assert expected[-1] == pytest.approx(60.0)
@@ -253,7 +253,7 @@ def test_process_with_computing_children_uses_a_processor() -> None:
 
 
 @pytest.mark.item(45)
-def test_stages_of_loading_tell_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_stages_report_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parents, cores = ProgressFile.create(tmp_path / "progress", 2), ProgressFile(tmp_path / "progress")
     now = 1000.0
     monkeypatch.setattr("quire.engine.core_progress.time.monotonic", lambda: now)

@@ -109,7 +109,7 @@ def make_engine(model_dir: Path, **args: Any) -> AsyncLLM:
 
 
 @pytest.mark.item(28)
-async def test_of_many_at_once_exactly_the_limit_is_admitted(null_model_dir: Path) -> None:
+async def test_concurrent_requests_are_admitted_up_to_the_limit(null_model_dir: Path) -> None:
     """The core is not asked, so nothing has a first token while they come."""
     engine = make_engine(null_model_dir, max_num_queued_reqs=8)
     await engine.wait_ready()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.distributed.in_process import InProcess
 from quire.engine.rank_checks import check_ranks, valid_tp_sizes
 from quire.engine.startup import prepare
 from quire.errors import ConfigError
@@ -17,6 +16,7 @@ from quire.layers.shard import Shard
 from quire.models.loader import without_weights
 from quire.platforms import Host
 from tests.fixtures.quick import quick_models
+from tests.fixtures.thread_ranks import InProcess
 from tests.models.test_tensor_parallel import EVERY_FAMILY
 
 

@@ -16,17 +16,17 @@ from quire.config import EngineConfig
 from quire.config.cache import KVEventsConfig
 from quire.engine.replicas.configs import check_replicas, replica_configs
 from quire.errors import ConfigError
-from quire.platforms import Host, Node, divide_cores, format_processors, nodes_of
+from quire.platforms import Host, NumaNode, divide_cores, format_processors, nodes_of
 from tests.fixtures.folded import folded
 
 GIB = 2**30
 
 
-def nodes(*sizes: int) -> list[Node]:
+def nodes(*sizes: int) -> list[NumaNode]:
     """So many cores on each, of two processors as the kernel numbers them."""
-    total, made, first = sum(sizes), list[Node](), 0
+    total, made, first = sum(sizes), list[NumaNode](), 0
     for number, size in enumerate(sizes):
-        made.append(Node(number, [(core, core + total) for core in range(first, first + size)]))
+        made.append(NumaNode(number, [(core, core + total) for core in range(first, first + size)]))
         first += size
     return made
 
@@ -115,9 +115,7 @@ def test_replica_has_its_own_processors_threads_and_memory(
     assert first.parallel.num_replicas == 1
 
 
-def test_a_quota_ranks_and_what_the_user_says_count_for_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_follow_quota_ranks_and_user_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = made_host(tmp_path, monkeypatch, (8,), **{"sys/fs/cgroup/cpu.max": "400000 100000"})
 
     def threads(**args: Any) -> list[int]:

@@ -346,7 +346,7 @@ async def test_signals_for_the_whole_group_leave_the_core_alone(null_model_dir: 
 @pytest.mark.parametrize(
     ("policy", "resumed", "failed"), quick([("resume", 2, 0), ("error", 0, 2)], [("error", 0, 2)])
 )
-async def test_a_death_is_counted_with_what_became_of_its_requests(
+async def test_death_is_counted_with_the_fate_of_requests(
     null_model_dir: Path, policy: str, resumed: int, failed: int
 ) -> None:
     engine = await started(null_model_dir, on_core_death=policy)

@@ -22,7 +22,7 @@ from quire.routing.router import (
     HOME_PREFIX_TOKENS,
     SEQUENCE_TOKENS,
     CachedPrefixes,
-    Recent,
+    LruSet,
     RoutedRequest,
     Router,
 )
@@ -68,7 +68,7 @@ class Routers:
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(st.integers(0, 5), st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=20))
 def test_recent_keys_are_those_of_the_last_uses(max_keys: int, uses: list[list[int]]) -> None:
-    recent: Recent[int] = Recent(max_keys)
+    recent: LruSet[int] = LruSet(max_keys)
     order: list[int] = []
     for keys in uses:
         recent.use(keys)
@@ -125,7 +125,7 @@ def told(notes: CacheDeltaBuffer) -> CacheDelta:
 @pytest.mark.parametrize("policy", ["prefix", "round_robin", "least_loaded"])
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(data=st.data())
-def test_what_is_counted_is_what_is_in_flight(policy: str, data: st.DataObject) -> None:
+def test_router_counts_requests_in_flight(policy: str, data: st.DataObject) -> None:
     routers = Routers(routing_policy=policy)
     router, in_flight, unheard = routers.router, dict[str, tuple[int, int]](), set[str]()
     for _ in range(data.draw(st.integers(0, 30))):

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.distributed.in_process import InProcess
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.messages import StepStarted
 from quire.engine.replicas.lockstep import Lockstep
@@ -28,7 +27,7 @@ from tests.engine.test_replica_processes import all_up, pid_of
 from tests.engine.test_restart import run_all
 from tests.engine.test_restart import started as serving
 from tests.executor.test_multiproc import PARAMS, numbers, run, said, started
-from tests.fixtures.thread_ranks import ThreadRanks
+from tests.fixtures.thread_ranks import InProcess, ThreadRanks
 from tests.fixtures.thread_replicas import ThreadReplica
 
 SHARED: dict[str, Any] = {"enable_expert_parallel": True, "data_parallel_size": 2}

@@ -179,7 +179,7 @@ def test_without_kernels_a_plan_has_one_token(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.more
 def test_an_engine_on_a_cpu_loads_nothing_of_torchs_compiler() -> None:
-    """It takes longer to import than the model in the box to load."""
+    """It takes longer to import than the included model to load."""
     program = (
         "import sys\nfrom quire import LLM, SamplingParams\n"
         "LLM('quire-demo', device='cpu').generate([[5, 6]] * 2, SamplingParams(max_tokens=3), use_tqdm=False)\n"

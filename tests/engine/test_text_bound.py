@@ -110,6 +110,6 @@ def test_no_text_has_fewer_tokens_than_the_bound(make: Callable[[], Tokenizer]) 
         with_words_that_are_unknown,
     ],
 )
-def test_there_is_no_bound_where_text_may_vanish(make: Callable[[], Tokenizer]) -> None:
+def test_text_bound_is_none_if_text_may_vanish(make: Callable[[], Tokenizer]) -> None:
     assert max_chars_per_token(make()) is None
     assert QuireTokenizer(make(), {}, None).min_num_tokens("x" * 10**6) == 0

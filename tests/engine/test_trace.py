@@ -25,10 +25,10 @@ from quire.engine.trace import (
     MAGIC,
     Ended,
     Frame,
-    Header,
     Planned,
     Reset,
     Trace,
+    TraceHeader,
     TraceWriter,
     read_trace,
     recorded,
@@ -293,7 +293,7 @@ def test_trace_header_takes_kilobytes_and_decode_steps_few_bytes(recording: Path
     trace = read_trace(recording)
     file = io.BytesIO()
     TraceWriter(file, trace.header)
-    assert isinstance(trace.header, Header)
+    assert isinstance(trace.header, TraceHeader)
     assert file.tell() < 8192
     plans: Iterator[Planned] = (frame for frame in trace.frames if isinstance(frame, Planned))
     decode = [plan for plan in plans if plan.num_tokens == [1] * 3 and not plan.new_block_ids]
@@ -377,7 +377,7 @@ def disturb(engine: Engine, kind: str, name: str) -> None:
     max_drafts=st.sampled_from([0, 5]),
     rounds=st.sampled_from([1, 1, 6]),
 )
-def test_whatever_happened_is_replayed(
+def test_every_recorded_event_is_replayed(
     moments: list[tuple[str, Any]], num_groups: int, slack: int, policy: str, max_drafts: int, rounds: int
 ) -> None:
     config = make_config(
@@ -390,7 +390,7 @@ def test_whatever_happened_is_replayed(
     for key in "xy":
         engine.release(key)
     engine.drain()
-    header = Header(config, encode_kv_config(make_kv_config(config, num_groups)))
+    header = TraceHeader(config, encode_kv_config(make_kv_config(config, num_groups)))
     assert list(replay(Trace(header, list(frames), 0))) == engine.plans
 
 

@@ -40,7 +40,7 @@ def test_documented_clients_are_those_that_are_installed() -> None:
     assert documented == {(name, locked(file)[name]) for file in ENVIRONMENTS for name in clients(file)}
 
 
-def test_each_client_is_used_by_a_test_of_its_environment() -> None:
+def test_each_client_has_a_test_in_its_environment() -> None:
     shared = (ROOT / "tests/clients/test_openai.py").read_text()
     for file in ENVIRONMENTS:
         sources = shared + "".join(test.read_text() for test in file.parent.glob("test_*.py"))

@@ -265,7 +265,7 @@ def test_windows_of_long_texts_are_averaged_on_request(pools: Pools, pair_model_
             llm.embed([1] * 50, average_windows=True, use_tqdm=False)
 
 
-def test_of_a_word_that_comes_again_the_largest_weight_counts() -> None:
+def test_repeated_word_keeps_its_largest_weight() -> None:
     weights = PoolingOutput(np.array([[0.5], [0.0], [0.75], [0.25]], np.float32))
     assert PoolingRequestOutput("a", weights, [7, 8, 7, 9]).lexical_weights() == {7: 0.75, 9: 0.25}
     with pytest.raises(ValueError, match="one weight per token"):

@@ -19,7 +19,7 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.startup import prepare
 from quire.errors import ConfigError
-from quire.executor.ranks.external_launcher import Launch
+from quire.executor.ranks.external_launcher import LauncherEnvironment
 from quire.structured_outputs_params import StructuredOutputsParams
 from tests.end_to_end.server import free_port
 from tests.fixtures.tiny_models import oracle_of
@@ -182,9 +182,13 @@ def test_killed_or_stopped_rank_is_named_by_the_other(
 
 
 def test_launcher_environment_is_read() -> None:
-    assert Launch.read(TOLD) == Launch(1, 2, 2, "somewhere", 29500, store_is_there=False)
+    assert LauncherEnvironment.read(TOLD) == LauncherEnvironment(
+        1, 2, 2, "somewhere", 29500, store_is_there=False
+    )
     more = {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert Launch.read(TOLD | more) == Launch(1, 2, 1, "somewhere", 29500, store_is_there=True)
+    assert LauncherEnvironment.read(TOLD | more) == LauncherEnvironment(
+        1, 2, 1, "somewhere", 29500, store_is_there=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,7 +203,7 @@ def test_launcher_environment_is_read() -> None:
 )
 def test_wrong_launcher_environment_is_named(told: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Launch.read(TOLD | told)
+        LauncherEnvironment.read(TOLD | told)
 
 
 @pytest.mark.parametrize(

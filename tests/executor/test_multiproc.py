@@ -125,7 +125,7 @@ def test_one_rank_has_the_bits_of_a_worker_in_the_core(
 def test_two_ranks_have_the_bits_of_one_until_one_is_killed(
     tiny_model: Callable[[str], Path], directories: Callable[[], set[Path]]
 ) -> None:
-    """All play tapes; in those of two, kernels cross ranks."""
+    """All replay recorded graphs; in those of two, kernels cross ranks."""
     one = started(tiny_model("llama"), tp_invariant=True)
     alone = run(one)
     one.shutdown()
@@ -151,7 +151,7 @@ def test_two_ranks_have_the_bits_of_one_until_one_is_killed(
 def test_two_ranks_that_share_experts_have_the_bits_of_one(
     tiny_model: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In tapes as well: what crosses them are kernels."""
+    """In recorded graphs as well: what crosses them are kernels."""
     options = {"tp_invariant": True, "enable_expert_parallel": True}
     one = started(tiny_model("deepseekv3"), **options)
     alone = run(one)
@@ -170,7 +170,8 @@ def test_two_ranks_that_share_experts_have_the_bits_of_one(
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["olmo2", "mamba2", "opt"])
 def test_ranks_of_families_have_the_bits_of_one_process(name: str, tiny_model: Callable[[str], Path]) -> None:
-    """Norms of rows that ranks share, and a config with an infinite number, among processes that play tapes."""
+    """Norms of rows that ranks share, and a config with an infinite number, among processes that replay
+    recorded graphs."""
     one = started(tiny_model(name), tp_invariant=True)
     alone = run(one)
     one.shutdown()

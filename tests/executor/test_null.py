@@ -120,7 +120,7 @@ def test_a_block_that_did_not_come_back_is_noticed(moves, token):
         resumed_after(moves)
 
 
-def test_blocks_that_came_back_are_as_they_were():
+def test_swapped_in_blocks_are_unchanged():
     resumed_after({"swap_ins": [(1, 5), (2, 6)]})
     resumed_after({"swap_ins": [(1, 3), (2, 4)], "block_copies": [(3, 5), (4, 6)]})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank of a host sees one device, and where there are too few that is said."""
+"""Device of each rank of a host, and the error where there are too few."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ],
     ids=str,
 )
-def test_it_is_the_one_of_its_number(
+def test_own_device_has_the_rank_number(
     before: dict[str, str], after: dict[str, str], devices: pytest.MonkeyPatch
 ) -> None:
     select_own_device(config(tensor_parallel_size=4), 2, before)

@@ -210,7 +210,7 @@ def words_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
-def test_without_ray_it_is_said_what_to_install(
+def test_missing_ray_names_the_package_to_install(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec

@@ -77,7 +77,7 @@ def name_of(settings: dict[str, Any]) -> str:
 @needs_kernels
 @pytest.mark.more
 @pytest.mark.parametrize("settings", drawn(20), ids=name_of)
-def test_ranks_have_the_bits_of_one_whatever_the_settings(
+def test_ranks_have_the_bits_of_one_in_all_settings(
     settings: dict[str, Any], tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quire.executor.ranks.wire import Wire
+from quire.executor.ranks.wire import RankWire
 
 LARGE = 1 << 22
 
@@ -34,15 +34,15 @@ def frames(seed: int) -> list[bytes]:
 
 @pytest.mark.parametrize("spin_s", [0.0, 1e-4])
 def test_frames_come_whole_and_in_order(ways: tuple[socket.socket, socket.socket], spin_s: float) -> None:
-    sent, other = frames(1), Wire(ways[1])
-    thread = threading.Thread(target=lambda: [Wire(ways[0]).send(frame) for frame in sent])
+    sent, other = frames(1), RankWire(ways[1])
+    thread = threading.Thread(target=lambda: [RankWire(ways[0]).send(frame) for frame in sent])
     thread.start()
     assert [other.recv(spin_s) for _ in sent] == sent
     thread.join()
 
 
 def test_bytes_that_come_one_by_one_are_frames_too(ways: tuple[socket.socket, socket.socket]) -> None:
-    other, came = Wire(ways[1]), []
+    other, came = RankWire(ways[1]), []
     for byte in b"\0\0\0\3abc\0\0\0\0\0\0\0\1d":
         ways[0].send(bytes([byte]))
         came += list(other.frames())
@@ -50,7 +50,7 @@ def test_bytes_that_come_one_by_one_are_frames_too(ways: tuple[socket.socket, so
 
 
 def test_post_does_not_wait_and_keeps_the_order(ways: tuple[socket.socket, socket.socket]) -> None:
-    wire, other = Wire(ways[0]), Wire(ways[1])
+    wire, other = RankWire(ways[0]), RankWire(ways[1])
     sent = [bytes([number]) * size for number, size in enumerate([3, LARGE, 5, LARGE, 7])]
     for frame in sent:
         wire.post(frame)  # though nobody reads
@@ -80,7 +80,7 @@ class Posting:
 def test_post_at_the_end_of_the_backlog_is_sent_once(
     ways: tuple[socket.socket, socket.socket],
 ) -> None:
-    wire, other = Wire(ways[0]), Wire(ways[1])
+    wire, other = RankWire(ways[0]), RankWire(ways[1])
     sent = [bytes([number]) * LARGE for number in range(4)]
     posted, in_turn = iter(sent[1:]), threading.RLock()
 
@@ -95,7 +95,7 @@ def test_post_at_the_end_of_the_backlog_is_sent_once(
 
 
 def test_send_does_not_interleave_with_posted_messages(ways: tuple[socket.socket, socket.socket]) -> None:
-    wire, other = Wire(ways[0]), Wire(ways[1])
+    wire, other = RankWire(ways[0]), RankWire(ways[1])
     wire.post(b"a" * LARGE)
     waits = threading.Thread(target=wire.send, args=[b"b"])
     waits.start()
@@ -106,7 +106,7 @@ def test_send_does_not_interleave_with_posted_messages(ways: tuple[socket.socket
 def test_send_behind_a_post_raises_after_a_shutdown(
     ways: tuple[socket.socket, socket.socket],
 ) -> None:
-    wire, waiting = Wire(ways[0]), threading.Event()
+    wire, waiting = RankWire(ways[0]), threading.Event()
     wire.post(b"a" * LARGE)
 
     def send() -> bool:
@@ -122,8 +122,8 @@ def test_send_behind_a_post_raises_after_a_shutdown(
         assert sent.result(10)
 
 
-def test_it_speaks_as_connections_of_multiprocessing_do(ways: tuple[socket.socket, socket.socket]) -> None:
-    wire, other = Wire(ways[0]), Connection(ways[1].detach())
+def test_wire_is_compatible_with_multiprocessing(ways: tuple[socket.socket, socket.socket]) -> None:
+    wire, other = RankWire(ways[0]), Connection(ways[1].detach())
     wire.send(b"a" * 70_000)
     other.send_bytes(b"b" * 20_000)
     assert (other.recv_bytes(), wire.recv()) == (b"a" * 70_000, b"b" * 20_000)
@@ -135,17 +135,17 @@ def test_an_end_within_a_frame_is_an_end(ways: tuple[socket.socket, socket.socke
     ways[0].sendall(last)
     ways[0].close()
     with pytest.raises(EOFError):
-        Wire(ways[1]).recv()
+        RankWire(ways[1]).recv()
 
 
 def test_shutdown_wakes_the_reader(ways: tuple[socket.socket, socket.socket]) -> None:
-    wire = Wire(ways[0])
+    wire = RankWire(ways[0])
     timer = threading.Timer(0.05, wire.shutdown)
     timer.start()
     with pytest.raises(EOFError):
         wire.recv()
     with pytest.raises(EOFError):
-        Wire(ways[1]).recv()
+        RankWire(ways[1]).recv()
     with pytest.raises(BrokenPipeError):
         wire.post(b"late")
     wire.close()

@@ -28,7 +28,7 @@ def test_tensors_that_are_there_share_nothing(asked: list[tuple[int, int]]) -> N
     assert arena.empty((ROOM // 4,), torch.float32).nbytes == ROOM, "all of it is free again"
 
 
-def test_a_view_keeps_what_it_looks_at() -> None:
+def test_view_keeps_its_base_alive() -> None:
     arena = Arena(ROOM)
     view = arena.empty((2, 1000), torch.float32).fill_(1.0)[1]
     arena.empty((2, 1000), torch.float32).fill_(2.0)

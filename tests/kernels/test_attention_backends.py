@@ -156,7 +156,7 @@ def test_a_backend_that_cannot_run_says_why(name: str, needs: AttentionNeeds, me
 
 
 @here_only
-def test_a_refusal_names_what_could_be_used() -> None:
+def test_refusal_names_usable_backends() -> None:
     with pytest.raises(ConfigError, match="Of the built-in ones, cpu, torch_sdpa, reference can"):
         resolve_backend("triton", CPU)
 

@@ -109,7 +109,7 @@ def check_adapters(of: ExpertWeights, scheme: WeightScheme) -> None:
         torch.testing.assert_close(together, want, rtol=1e-4, atol=1e-4)
 
 
-def test_adapters_that_are_none_are_refused() -> None:
+def test_invalid_expert_adapters_are_refused() -> None:
     of = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32)
     adapters, (chosen, weights) = expert_adapters(2, of), choices(2)
     with pytest.raises(
@@ -197,7 +197,7 @@ def test_a_row_is_routed_by_itself(routing: Routing, count: int) -> None:
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_of_equal_scores_the_first_is_chosen(scores: str) -> None:
+def test_route_picks_the_first_of_equal_scores(scores: str) -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
     for function in (ops.route.oracle, binding.route):
         chosen, _ = function(logits, None, Routing(5, scores))
@@ -220,12 +220,12 @@ def test_recorded_graph_routes_its_current_inputs() -> None:
         return ops.experts(x, *ops.route(logits, None, Routing(TOP_K)), of)
 
     logits = torch.empty(4, COUNT)
-    tape = record(lambda: layer(place, logits), Arena(1 << 20))
+    graph = record(lambda: layer(place, logits), Arena(1 << 20))
     for _ in range(3):
         place.normal_()
         logits.copy_(place @ gate)
-        assert tape.replay()
-        assert torch.equal(tape.result, layer(place, logits))
+        assert graph.replay()
+        assert torch.equal(graph.result, layer(place, logits))
 
 
 def test_a_choice_of_no_expert_is_refused() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels import ops, reference
 from quire.kernels.cpu import library
-from quire.kernels.formats import BlockScales, Numbers, format_of, words
+from quire.kernels.formats import BlockScales, Numbers, format_of, grouped
 from quire.kernels.formats.books import BookFormat
 from quire.kernels.linear import WeightScheme
 from tests.fixtures.folded import folded
@@ -97,12 +97,12 @@ def test_a_matrix_stands_for_the_numbers_that_it_was_made_of(kind: str, group: i
 
 
 def test_a_word_has_a_code_of_each_plane() -> None:
-    codes = torch.randint(0, 16, (3, 2 * words.WORD_INPUTS), dtype=torch.uint8)
-    packed = words.to_words(codes)
-    assert torch.equal(words.from_words(packed), codes)
-    planes = codes.view(3, 2, words.PLANES, words.WORDS)
-    for plane in range(words.PLANES):
-        shifted = packed.view(3, 2, words.WORDS) >> (plane // 2 * 4 + plane % 2 * 16) & 15
+    codes = torch.randint(0, 16, (3, 2 * grouped.WORD_INPUTS), dtype=torch.uint8)
+    packed = grouped.to_words(codes)
+    assert torch.equal(grouped.from_words(packed), codes)
+    planes = codes.view(3, 2, grouped.PLANES, grouped.WORDS)
+    for plane in range(grouped.PLANES):
+        shifted = packed.view(3, 2, grouped.WORDS) >> (plane // 2 * 4 + plane % 2 * 16) & 15
         assert torch.equal(shifted.to(torch.uint8), planes[:, :, plane])
 
 

@@ -321,7 +321,7 @@ def packed(**changed: object) -> PackedWeight:
         ({"data": torch.zeros(2, 8, 16, dtype=torch.float64)}, "float64"),
     ],
 )
-def test_a_weight_that_is_not_what_it_says_is_refused(changed: dict[str, object], message: str) -> None:
+def test_weight_with_a_wrong_scheme_is_refused(changed: dict[str, object], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         binding.packed_linear(torch.ones(2, 8), packed(**changed))
 

@@ -17,7 +17,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kernels.triton import attention, bidirectional, copies, elementwise, rotary
+from quire.kernels.triton import attention, bidirectional, elementwise, rotary
+from quire.kernels.triton.batch import copy_blocks
 from tests.fixtures.quick import quick
 from tests.kernels.op_cases import compare, last_seen, make_metadata, randn, randn_caches
 
@@ -307,7 +308,7 @@ def test_a_cache_in_e4m3() -> None:
 
 def test_copy_blocks() -> None:
     source, target = randn(6, 2, 700), torch.zeros(8, 2, 700)
-    copies.copy_blocks(target, source, torch.tensor([[1, 7], [3, 0]]))
+    copy_blocks(target, source, torch.tensor([[1, 7], [3, 0]]))
     assert torch.equal(target[7], source[1])
     assert torch.equal(target[0], source[3])
     assert not target[1:7].any()

@@ -71,7 +71,7 @@ def test_route(routing: Routing, count: int, dtype: torch.dtype) -> None:
             close(got[1], want[1], torch.float32)
 
 
-def test_of_equal_scores_the_first_is_chosen() -> None:
+def test_route_picks_the_first_of_equal_scores() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, -0.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
     for scores in ("softmax", "sigmoid"):
         assert experts.route(logits, None, Routing(5, scores))[0].tolist() == [[1, 2, 4, 0, 3]]

@@ -17,7 +17,7 @@ import triton.language as tl
 from quire.errors import ConfigError
 from quire.kernels import ops, reference
 from quire.kernels.formats import Numbers, format_of
-from quire.kernels.formats.words import to_words
+from quire.kernels.formats.grouped import to_words
 from quire.kernels.linear import Function, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.triton import codes, elementwise, linear, matmul, quantize
 from quire.kernels.triton import primitives as parts_of_k
@@ -313,7 +313,7 @@ def test_fp8_split_k_has_the_bits_of_one_program() -> None:
 
 
 @pytest.mark.parametrize("per_tensor", [False, True])
-def test_fp8_weights_keep_what_is_odd_about_them(per_tensor: bool) -> None:
+def test_fp8_weights_keep_special_values(per_tensor: bool) -> None:
     weight = torch.tensor([[1.0, -2.0, 448.0], [0.0, 0.0, 0.0], [1e-3, 2e-3, -3e-3]])
     scheme = WeightScheme("fp8", per_tensor=per_tensor)
     packed = linear.pack_weight(weight, scheme)

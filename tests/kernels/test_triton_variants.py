@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 
 @pytest.mark.more
-def test_a_kernel_has_one_variant_whatever_the_batch() -> None:
+def test_kernel_has_one_variant_for_all_batches() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-m", "tests.kernels.recorded_variants"],

@@ -94,7 +94,7 @@ def test_parts_of_two_level_weights_equal_the_whole(inputs: slice) -> None:
     assert torch.equal(unpack_weight(part), unpack_weight(packed)[:, inputs])
 
 
-def test_numbers_of_two_levels_say_what_blocks_they_are_of() -> None:
+def test_two_level_numbers_match_their_blocks() -> None:
     numbers = two_level(rows_of(3, 300), 32)
     assert numbers.data.shape == (3, 300)
     assert isinstance(numbers.scales, BlockScales)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers and experts as layers: what is rounded, what must be alike, and what graphs and tapes can hold."""
+"""Routers and experts as layers: what is rounded, what must be alike, and what graphs can hold."""
 
 from __future__ import annotations
 

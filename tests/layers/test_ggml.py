@@ -15,7 +15,7 @@ QUANTIZED = {code: kind for code, kind in READ.items() if kind.is_quantized}
 
 
 @folded("code", QUANTIZED, ids=lambda code: READ[code].name)
-def test_all_bytes_mean_what_they_mean_to_ggml(code: int) -> None:
+def test_all_bytes_decode_as_in_ggml(code: int) -> None:
     kind = QUANTIZED[code]
     blocks = np.random.default_rng(code).integers(0, 256, (64, 3 * kind.num_bytes), dtype=np.uint8)
     if kind.name == "MXFP4":

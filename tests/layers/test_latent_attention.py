@@ -21,7 +21,7 @@ from tests.models.harness import load_tiny, logits_of
 PROMPTS = [[5, 6, 7], list(range(40, 70))]
 
 
-def test_a_token_takes_one_vector_whatever_the_heads(tiny_model: Callable[[str], Path]) -> None:
+def test_latent_cache_has_one_vector_per_token(tiny_model: Callable[[str], Path]) -> None:
     specs = kv_cache_specs(load_tiny(tiny_model("deepseekv3"), block_size=32, kv_cache_dtype="bfloat16"))
     (group,) = group_layers(specs, 128)
     assert group.spec == LatentAttentionSpec(32, num_kv_heads=1, head_size=32 + 8, dtype_bytes=2)

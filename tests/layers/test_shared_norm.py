@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.distributed.in_process import InProcess
 from quire.layers.head_norms import SharedRMSNorm, added_up
 from quire.layers.shard import WHOLE, Shard, ShardSpan
 from tests.fixtures.folded import folded
+from tests.fixtures.thread_ranks import InProcess
 
 SIZE, EPS = 6, 1e-5
 
@@ -48,7 +48,7 @@ def shared(heads: int, groups: int, size: int, x: Tensor, weight: Tensor, by_uni
 @pytest.mark.parametrize(
     ("heads", "groups", "sizes"), [(4, 1, (2, 4)), (8, 2, (2, 4, 8)), (2, 1, (2, 4)), (6, 1, (2, 3))]
 )
-def test_ranks_norm_what_they_share_as_one_does(heads: int, groups: int, sizes: tuple[int, ...]) -> None:
+def test_norm_of_sharded_rows_equals_one_rank(heads: int, groups: int, sizes: tuple[int, ...]) -> None:
     random = torch.Generator().manual_seed(heads)
     x, weight = torch.randn(7, heads * SIZE, generator=random), torch.randn(heads * SIZE, generator=random)
     rows = x.double().view(7, groups, -1)

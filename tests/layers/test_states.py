@@ -49,7 +49,7 @@ def test_a_layer_gets_the_states_of_its_group(config: EngineConfig) -> None:
 
 
 @pytest.mark.parametrize(("block_size", "blocks"), [(16, 32), (100, 5), (1024, 1)])
-def test_how_often_a_state_is_kept(config: EngineConfig, block_size: int, blocks: int) -> None:
+def test_state_checkpoint_distance(config: EngineConfig, block_size: int, blocks: int) -> None:
     spec = StateCache(
         config=config.evolve(block_size=block_size), name="states", parts=[(4,)]
     ).kv_cache_spec()

@@ -78,7 +78,7 @@ def test_logits_equal_those_of_merged_weights(
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma3"])
-def test_each_adapter_in_a_mixed_batch_gives_what_it_gives_alone(
+def test_adapters_in_a_mixed_batch_match_each_alone(
     name: str, quantization: str | None, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model, targets, slots = with_slots(tiny_model(name), quantization=quantization)
@@ -214,7 +214,7 @@ def test_dora_magnitudes_use_the_dequantized_weights(
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_slot_forgets_what_it_was(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_slot_keeps_nothing_of_its_last_adapter(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     model, targets, slots = with_slots(tiny_model("llama"))
     shapes = target_shapes(tiny_model("llama"), targets)
     some = {name: shape for name, shape in shapes.items() if name.endswith(("q_proj", "up_proj"))}
@@ -235,7 +235,7 @@ HOSTED_TABLES = ("lm_head", "embed_tokens", "decoder", "output_projection", "pro
 
 
 @pytest.mark.parametrize("name", quick_models(sorted(HOSTED), ["biogpt", "bert", "gemma4-unified", "laguna"]))
-def test_models_on_transformers_code_add_what_merging_adds(
+def test_transformers_backend_adapter_equals_merging(
     name: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """To all linear layers that see the rows of the step as they come; tables, heads and routers stay as they are.

@@ -68,7 +68,9 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_of_the_config(config: dict[str, Any], problem: str, targets: Targets, tmp_path: Path) -> None:
+def test_bad_adapter_config_is_refused(
+    config: dict[str, Any], problem: str, targets: Targets, tmp_path: Path
+) -> None:
     write_adapter(tmp_path, SHAPES)
     values = json.loads((tmp_path / CONFIG_NAME).read_text()) | config
     (tmp_path / CONFIG_NAME).write_text(json.dumps(values))
@@ -91,7 +93,7 @@ def test_of_the_config(config: dict[str, Any], problem: str, targets: Targets, t
     ],
     ids=["without-a", "without-b", "inputs", "outputs", "dimensions", "integers", "config", "limit"],
 )  # fmt: skip
-def test_of_a_tensor(
+def test_bad_adapter_tensor_is_refused(
     change: Callable[[dict[str, Tensor]], Any], name: str, problem: str, targets: Targets, tmp_path: Path
 ) -> None:
     message = refusal(rewrite(write_adapter(tmp_path, SHAPES), change), targets)
@@ -128,7 +130,7 @@ def test_adapter_of_an_unsupported_module_is_refused(
     assert problem in message
 
 
-def test_of_files(targets: Targets, tmp_path: Path) -> None:
+def test_bad_adapter_files_are_refused(targets: Targets, tmp_path: Path) -> None:
     assert refusal(tmp_path, targets) == f"{CONFIG_NAME}: no such file"
     write_adapter(tmp_path, SHAPES)
     weights = tmp_path / WEIGHTS_NAME

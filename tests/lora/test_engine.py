@@ -88,7 +88,7 @@ MORE = [pytest.param(name, marks=pytest.mark.more) for name in ("int8", "int4")]
 
 
 @pytest.mark.parametrize("name", ["float32", *MORE])
-def test_a_request_gets_what_it_gets_alone(
+def test_request_in_a_batch_matches_it_alone(
     name: str, engine: Callable[..., LLM], adapters: list[LoRARequest]
 ) -> None:
     weights = WEIGHTS[name]

@@ -140,7 +140,7 @@ def test_modules_of_single_experts_equal_merged_ones(
         *(pytest.param("gptoss", kind, marks=pytest.mark.more) for kind in (None, "int8", "int4")),
     ],
 )
-def test_each_adapter_in_a_mixed_batch_gives_what_it_gives_alone(
+def test_adapters_in_a_mixed_batch_match_each_alone(
     name: str, quantization: str | None, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model, targets, slots = with_slots(tiny_model(name), quantization=quantization)

@@ -82,7 +82,7 @@ def made(model_dir: Path, directory: Path, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_those_of_what_peft_merges(
+def test_logits_equal_those_of_pefts_merged_model(
     case: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     name, options = CASES[case]

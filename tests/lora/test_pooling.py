@@ -56,7 +56,7 @@ def bits(found: Sequence[NDArray[np.float32]]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", quick(ALONE, ("bert", "gte", "embedding-gemma")))
-def test_an_adapter_of_an_encoder_gives_what_merging_it_gives(
+def test_encoder_adapter_equals_merging(
     name: str, tiny_encoder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     directory, texts = tiny_encoder(name), prompts((5, 17, 30))

@@ -58,7 +58,7 @@ def test_logits_equal_those_of_merged_weights(
 
 
 @pytest.mark.parametrize("mode", ["fast", "precise", "checkpoint"])
-def test_each_request_of_a_mixed_batch_gets_what_it_gets_alone(
+def test_requests_of_a_mixed_batch_match_each_alone(
     mode: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     config = compressed("int-quantized", ROUNDED)

@@ -90,9 +90,7 @@ def numbers(outputs: list[RequestOutput]) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", quick(CASES, ("two", "four, of two key-value heads")))
 @pytest.mark.usefixtures("threads")
-def test_adapters_say_on_ranks_what_they_say_on_one(
-    case: str, wide: Path, adapters: list[LoRARequest]
-) -> None:
+def test_adapters_on_ranks_match_one_rank(case: str, wide: Path, adapters: list[LoRARequest]) -> None:
     options = CASES[case]
     one = started(wide, **options | {"tensor_parallel_size": 1, "pipeline_parallel_size": 1})
     alone = said(one, adapters)
@@ -141,7 +139,7 @@ def test_lengths_over_tokens_are_refused_where_sums_have_slices(wide: Path, tmp_
 
 @pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.more), True])
 @pytest.mark.usefixtures("threads")
-def test_adapters_of_experts_say_on_ranks_what_they_say_on_one(
+def test_expert_adapters_on_ranks_match_one_rank(
     whole: bool, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank has some features of every expert, and of what adapters add to it; or some experts as a whole."""

@@ -51,7 +51,7 @@ def metrics() -> Metrics:
 
 
 @given(st.lists(st.integers(0, 40).map(lambda number: number / 8)))
-def test_what_is_observed_at_once_is_what_would_be_one_by_one(amounts: list[float]) -> None:
+def test_observing_at_once_equals_one_by_one(amounts: list[float]) -> None:
     registries = CollectorRegistry(), CollectorRegistry()
     wanted, found = (
         kind("x", "", ["a"], buckets=(1.0, 2.0, 4.0), registry=registry).labels("b")
@@ -226,7 +226,7 @@ def test_token_buckets() -> None:
     assert token_buckets(1) == [1]
 
 
-def test_adapters_are_one_series_whatever_their_names(metrics: Metrics) -> None:
+def test_adapters_of_all_names_are_one_series(metrics: Metrics) -> None:
     def samples() -> list[dict[str, str]]:
         (family,) = [one for one in metrics.registry.collect() if one.name == "quire:lora_requests_info"]
         return [sample.labels for sample in family.samples]

@@ -191,7 +191,7 @@ def test_absent_collector_affects_no_request() -> None:
     assert end_s < CLOSE_S + 30
 
 
-def test_without_the_packages_the_flag_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_without_its_packages_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.config.observability.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install opentelemetry-sdk"):
         ObservabilityConfig(otlp_traces_endpoint="http://localhost:4318/v1/traces").check()

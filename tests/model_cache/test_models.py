@@ -74,7 +74,7 @@ def test_rm_removes_the_named_models_alone(cache: Path, capsys: pytest.CaptureFi
     assert not (cache / "models--other--ggufs").exists()
 
 
-def test_rm_removes_what_an_interrupted_download_left(cache: Path) -> None:
+def test_rm_removes_an_interrupted_download(cache: Path) -> None:
     (cache / "models--cut--off/snapshots").mkdir(parents=True)
     assert main(["rm", "cut/off", "--yes", "--download-dir", str(cache)]) == 0
     assert not (cache / "models--cut--off").exists()
@@ -84,7 +84,7 @@ def test_rm_removes_what_an_interrupted_download_left(cache: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["some/none", "..", "../..", "some--floats", "models--some--floats", "/etc", ""]
 )
-def test_rm_of_what_is_not_there_removes_nothing(
+def test_rm_of_a_missing_model_removes_nothing(
     cache: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     before = sorted(cache.rglob("*"))
@@ -103,7 +103,7 @@ def test_rm_asks_and_keeps_without_a_yes(cache: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["quire-demo", "./here", "llama3.2:1b", "a/b/c", "https://example.com/a"])
-def test_pull_of_what_is_no_id_says_what_to_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_of_an_invalid_id_names_the_form(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", name]) == 2
     assert "Hugging Face id" in capsys.readouterr().err
 
@@ -121,7 +121,7 @@ def test_pull_finds_a_cached_model(
     assert "models--tiny--llama" in capsys.readouterr().out
 
 
-def test_show_says_what_the_files_say(
+def test_show_prints_the_facts_of_the_files(
     tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["show", str(tiny_model("llama")), "--json"]) == 0
@@ -179,7 +179,7 @@ class PsServer(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def test_ps_shows_what_a_server_has_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ps_lists_the_loaded_models(capsys: pytest.CaptureFixture[str]) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), PsServer) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"

@@ -6,11 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.models.built_in import BUILT_IN, TRANSFORMERS
-from quire.models.page import PAGE, models_page
 from tests.fixtures.folded import folded
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.tiny_models import TINY_MODELS
+from tools.models_page import PAGE, models_page
 
 
 def architecture_of(name: str) -> str:
@@ -40,5 +40,5 @@ def test_architectures_in_transformers_have_it_as_oracle(architecture: str) -> N
 
 
 def test_the_page_of_models_is_that_of_the_table() -> None:
-    assert Path(PAGE).read_text() == models_page(), "run: python -m quire.models.page"
+    assert Path(PAGE).read_text() == models_page(), "run: python -m tools.models_page"
     assert f"{len(BUILT_IN)} architectures" in Path("README.md").read_text()

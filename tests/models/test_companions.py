@@ -102,7 +102,7 @@ def test_parts_elsewhere_have_the_bits_of_one_checkpoint(joined: Path, apart: Pa
     assert torch.equal(embeddings_of(joined), embeddings_of(apart))
 
 
-def test_an_engine_with_parts_elsewhere_hears(apart: Path, joined: Path) -> None:
+def test_engine_with_companion_parts_matches_one_checkpoint(apart: Path, joined: Path) -> None:
     prompt: Any = {"prompt": "t5 <|audio|> t6", "multi_modal_data": {"audio": (ONE, RATE)}}
     outputs = []
     for path, tokens in ((apart, 16), (joined, 64)):
@@ -195,7 +195,7 @@ def test_files_of_parts_are_among_those_of_the_model(own: Callable[..., Path]) -
     assert weights_digest(config) != before
 
 
-def test_old_default_of_the_placeholder_is_a_word(own: Callable[..., Path]) -> None:
+def test_old_default_placeholder_is_text(own: Callable[..., Path]) -> None:
     path = own(audio_token_index=32000)
     part_of = read_hf_config(path, {}).part_of
     assert part_of is not None

@@ -12,7 +12,7 @@ from torch import nn
 
 from quire.config import CacheConfig, ModelArch
 from quire.errors import ModelLoadError
-from quire.models.construction import construct
+from quire.models.base import construct
 from quire.models.decoder import DecoderForCausalLM
 from tests.models.harness import prepared_config
 

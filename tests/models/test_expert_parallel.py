@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from quire.distributed.group import ALONE, Group
-from quire.distributed.in_process import InProcess
 from quire.distributed.shared_memory import share_memory
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
@@ -28,6 +27,7 @@ from quire.models.base import CausalLM
 from quire.models.loader import load_model, without_weights
 from quire.models.weights import MappedCopy
 from tests.fixtures.quick import quick, quick_models
+from tests.fixtures.thread_ranks import InProcess
 from tests.models.harness import load_tiny, logits_of, prepared_config
 from tests.models.test_tensor_parallel import CHUNKS, EVERY_FAMILY, SEQUENCES, together
 

@@ -95,7 +95,7 @@ def test_weights_without_kernels_are_rounded_as_packed_ones(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("option", ["gated", "merged"])
-def test_values_stay_with_what_is_stored_or_read_with_them(option: str) -> None:
+def test_values_stay_with_their_stored_layout(option: str) -> None:
     """Gates of queries stand behind values in memory; outputs that are read as one tensor come from one matrix."""
     layer = QKVLinear(
         hidden_size=32,

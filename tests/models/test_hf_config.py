@@ -195,7 +195,7 @@ def read(directory: Path, values: dict[str, Any], **overrides: Any) -> ModelArch
 
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
-def test_sizes_of_what_transformers_writes(name: str, tiny_model: Callable[[str], Path]) -> None:
+def test_sizes_match_transformers_configs(name: str, tiny_model: Callable[[str], Path]) -> None:
     arch = read_hf_config(tiny_model(name), {})
     theirs = TINY_MODELS[name]()
     theirs.allow_global_per_layer_attribute_access = True

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.layers.quantized.codec import Coded
-from quire.layers.quantized.fp4 import Mxfp4Blocks
+from quire.layers.quantized.floats import Mxfp4Blocks
 from quire.layers.shard import Shard
 from quire.models import loader
 from quire.models.staged_copy import StagedCopy

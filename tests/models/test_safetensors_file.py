@@ -44,7 +44,7 @@ def entry(start: int, end: int, dtype: str = "F32", shape: Any = None) -> dict[s
     }
 
 
-def test_reads_what_the_library_wrote(tmp_path: Path) -> None:
+def test_file_written_by_the_library_is_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "x.safetensors", metadata={"format": "pt"})
     file = SafetensorsFile(tmp_path / "x.safetensors")
     assert file.tensors.keys() == TENSORS.keys()

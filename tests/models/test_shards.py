@@ -252,7 +252,7 @@ needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.stat
 @needs_kernels
 @pytest.mark.parametrize("name", EVERY_FAMILY)
 @pytest.mark.parametrize("kept", QUANTIZATIONS)
-def test_two_ranks_make_what_one_makes(kept: str, name: str, checkpoint: Callable[[str], Path]) -> None:
+def test_two_ranks_equal_one(kept: str, name: str, checkpoint: Callable[[str], Path]) -> None:
     """Outputs by their bits, sums over cut inputs but for the order of two summands; and each holds half."""
     options = QUANTIZATIONS[kept]
     whole, ranks = load_tiny(checkpoint(name), **options), ranks_of(checkpoint(name), 2, **options)

@@ -114,7 +114,7 @@ def test_stages_of_every_family_have_the_bits_of_the_whole(
         assert torch.equal(logits(InARow(config, num)), whole)
 
 
-def test_a_part_begins_with_no_layer_that_reads_what_others_keep() -> None:
+def test_stage_starts_at_no_layer_that_reads_others_cache() -> None:
     assert balanced([1, 1, 1, 1, 1, 1], 2, joined={3, 4, 5}) == (2, 4)
     assert balanced([5, 1, 9, 1], 2) == (2, 2)
     assert balanced([5, 1, 9, 1], 2, joined={2}) == (1, 3)
@@ -193,7 +193,7 @@ def test_a_stage_has_its_layers_and_their_caches_alone(tiny_model: Callable[[str
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_stages_read_as_much_whatever_else_they_have(
+def test_stages_read_equally_many_bytes(
     tied: bool, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """A head is read with every step, and costs as much as layers do; of a table of tokens some rows are."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from quire.distributed.group import ALONE
-from quire.distributed.in_process import InProcess
 from quire.distributed.shared_memory import share_memory
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
@@ -26,6 +25,7 @@ from quire.models.loader import load_model, without_weights
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import quick, quick_models
+from tests.fixtures.thread_ranks import InProcess
 from tests.fixtures.tiny_families import TINY_FAMILIES
 from tests.models.harness import load_tiny, logits_of, prepared_config
 from tests.models.test_encoders import scores_of, states_of, texts
@@ -82,7 +82,7 @@ def logits(model: CausalLM) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "kind"), [*quick([case for case in CASES if "fast" not in case[1]], QUICK_IN_ANY_ORDER), *OTHERS]
 )
-def test_ranks_say_what_one_says(name: str, kind: str, tiny_model: Callable[[str], Path]) -> None:
+def test_ranks_match_one_rank(name: str, kind: str, tiny_model: Callable[[str], Path]) -> None:
     """But for the order of the sums that cross ranks; among the ranks it is the same, bit for bit."""
     directory, options = tiny_model(name), OPTIONS[kind]
     alone = logits(load_tiny(directory, **options))
@@ -191,7 +191,7 @@ def test_a_rank_holds_its_share(tiny_model: Callable[[str], Path]) -> None:
 
 
 def test_steps_are_recorded_only_if_kernels_communicate(tiny_model: Callable[[str], Path]) -> None:
-    """Any other tape would play the kernels and leave out what crosses."""
+    """Any other graph would play the kernels and leave out what crosses."""
     shared, alone = share_memory(ALONE), prepared_config(tiny_model("llama"))
     assert why_not_captured(load_model(alone, Shard(0, 2, shared))) is None
     assert (

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.distributed.in_process import InProcess
 from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from quire.layers.kv_cache import kv_cache_specs
 from quire.layers.shard import Shard
@@ -23,17 +22,18 @@ from quire.models.json_object import JsonObject
 from quire.models.loader import without_weights
 from quire.models.multimodal import WRAPPERS
 from quire.models.registry import ModelRegistry
-from quire.models.transformers_backend.known import REFUSED as REFUSALS
-from quire.models.transformers_backend.known import RUN
 from quire.models.transformers_backend.reader import read_transformers
 from tests.fixtures import tiny_models
 from tests.fixtures.folded import folded
 from tests.fixtures.hosted_models import HOSTED, NOT_MADE, NOT_READ, REFUSED
 from tests.fixtures.quick import quick
+from tests.fixtures.thread_ranks import InProcess
 from tests.fixtures.tiny_models import TINY_MODELS, write_tiny_model
 from tests.models.harness import load_tiny, logits_of, prepared_config
 from tests.models.test_parity import assert_close, oracle_logits, prompts
 from tests.models.test_tensor_parallel import logits, needs_kernels, together
+from tools.models_page import REFUSED as REFUSALS
+from tools.models_page import RUN
 
 LENGTHS = (1, 5, 40)
 QUICK = ("bert", "camembert", "gemma4-unified", "modernbert-decoder")

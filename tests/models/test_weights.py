@@ -82,7 +82,7 @@ def test_a_tied_head_may_be_stored_twice(copy_of: Callable[[str], Path]) -> None
     load_tiny(rewrite(copy_of("qwen2"), add_head))
 
 
-def test_tensors_that_carry_nothing_are_left_out(copy_of: Callable[[str], Path]) -> None:
+def test_unused_tensors_are_skipped(copy_of: Callable[[str], Path]) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     load_tiny(rewrite(copy_of("llama"), lambda tensors: tensors.update(extra)))
     masks = {

@@ -69,7 +69,7 @@ def unpacked(tensors: dict[str, Tensor], module: str, bits: int, group: int) -> 
 @pytest.mark.parametrize(
     "grid", [IntegerGrid(4, 32), IntegerGrid(4, 32, False), IntegerGrid(8, 32, False)], ids=str
 )
-def test_rounding_to_nearest_writes_what_loading_in_int4_makes(
+def test_rtn_checkpoint_equals_loading_in_int4(
     grid: IntegerGrid, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     before, after = (
@@ -131,7 +131,7 @@ def test_words_are_those_of_compressed_tensors() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "phi3", "gemma2"])
-def test_models_run_from_what_is_written(
+def test_written_checkpoints_run(
     family: str, method: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """In 8 bits, so that they are nearly what they were, also where scales were moved between layers."""
@@ -187,8 +187,8 @@ def test_mistakes_are_reported_and_leave_no_files(
         ),
         ({"method": "magic"}, "--method must be one of rtn, gptq, awq, awq-gptq"),
         ({"method": "gptq", "calibration": empty}, "holds no text"),
-        ({"calibration": empty}, "--calibration means nothing with --method rtn"),
-        ({"act_order": False}, "--act-order means nothing"),
+        ({"calibration": empty}, "--calibration has no effect with --method rtn"),
+        ({"act_order": False}, "--act-order has no effect"),
     ):
         with pytest.raises(ConfigError, match=match):
             quantized(**({"model": llama, "output": tmp_path / "q"} | wrong))

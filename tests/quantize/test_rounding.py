@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.formats.search import Steps
-from quire.quantize.awq import best_scales
-from quire.quantize.gptq import DAMPING, gptq
 from quire.quantize.grid import IntegerGrid
 from quire.quantize.inputs import InputStatistics
+from quire.quantize.rounding import DAMPING, best_scales, gptq
 
 
 def correlated(seed: int, num_inputs: int = 192) -> InputStatistics:

@@ -140,7 +140,7 @@ odd_messages = (
 @pytest.mark.item(51, 58)
 @settings(SETTINGS, max_examples=60)
 @given(messages=st.lists(odd_messages, max_size=12))
-def test_what_decodes_ends_its_request_and_never_the_core(messages: list[Any]) -> None:
+def test_decodable_frame_ends_its_request_only(messages: list[Any]) -> None:
     """Any field with any value of its type; the core is asked as over the wire."""
     with idle_core() as core:
         for message in messages:

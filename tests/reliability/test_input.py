@@ -192,7 +192,7 @@ def test_a_body_that_never_ends_is_not_read_on(service: Service) -> None:
 
 
 @pytest.mark.item(8)
-def test_a_compressed_body_is_counted_as_what_it_becomes(service: Service) -> None:
+def test_compressed_body_counts_its_decoded_size(service: Service) -> None:
     def send(content: bytes, encoding: str) -> httpx.Response:
         headers = {**JSON, "content-encoding": encoding}
         return service.client.post("/v1/completions", content=content, headers=headers)

@@ -115,7 +115,7 @@ def test_code_of_a_checkpoint_is_never_run() -> None:
 
 
 @pytest.mark.item(60)
-def test_no_assert_is_about_what_a_request_says() -> None:
+def test_no_assert_depends_on_a_request() -> None:
     """On its way an assert may state a type, which a type checker asks for, and never a value."""
     for path, tree in modules().items():
         if path.startswith(REQUEST_PATHS):

@@ -145,7 +145,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.more
 @pytest.mark.item(26)
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_model_is_a_sentence_that_names_what(
+def test_damaged_model_is_named_in_one_sentence(
     kind: str, tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
     damage, words = DAMAGE[kind]

@@ -141,7 +141,7 @@ def whole(path: str, reply: dict[str, Any]) -> dict[int, dict[str, Any]]:
 @pytest.mark.parametrize(
     "seeds", [range(30), pytest.param(range(30, 200), marks=pytest.mark.more)], ids=["30", "170"]
 )
-def test_a_stream_says_what_the_whole_reply_says_and_ends_once(seeds: range, service: Service) -> None:
+def test_stream_equals_the_whole_reply_and_ends_once(seeds: range, service: Service) -> None:
     def compare(seed: int) -> None:
         path, body = random_request(seed)
         options = {"stream_options": {"include_usage": True}}

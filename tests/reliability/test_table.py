@@ -14,9 +14,9 @@ def test_an_item_has_a_test(number: int) -> None:
     assert marked_tests()[number]
 
 
-def test_the_page_is_what_the_marks_say() -> None:
+def test_page_matches_the_marks() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.reliability.table"
 
 
-def test_there_are_sixty() -> None:
+def test_page_has_sixty_promises() -> None:
     assert sorted(ITEMS) == list(range(1, 61))

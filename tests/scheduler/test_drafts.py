@@ -31,7 +31,7 @@ def proposing(drafts, engine=None, **params):
     return engine, request
 
 
-def test_a_plan_says_what_is_sampled():
+def test_plan_names_sampled_rows():
     engine, _ = proposing(RIGHT[1:4])
     (scheduled,) = engine.launch().scheduled
     assert (scheduled.start, scheduled.num_tokens, scheduled.num_samples) == (6, 4, 4)
@@ -99,7 +99,7 @@ def test_no_draft_reaches_past_the_context():
     assert engine.tokens("a") == RIGHT[:4]
 
 
-def test_drafts_take_what_the_others_leave_of_the_budget():
+def test_drafts_use_the_rest_of_the_budget():
     engine, _ = proposing(RIGHT[1:9], Pipeline(make_config(max_num_batched_tokens=7)))
     engine.add("b", range(20, 24), max_tokens=20)
     assert engine.launch().num_scheduled_tokens == {"a": 7}

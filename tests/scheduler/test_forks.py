@@ -126,7 +126,7 @@ def test_late_child_forks_from_a_parent_that_has_continued():
     ],
 )
 @folded("full_too", [True, False])
-def test_a_group_forks_where_it_still_has_what_the_child_reads(kind, length, cached, full_too):
+def test_group_forks_at_blocks_the_child_reads(kind, length, cached, full_too):
     """Blocks of a window are present when the parent has its first token; states only at the ends of their blocks."""
     engine = engine_of(("full", kind) if full_too else (kind,), enable_prefix_caching=False)
     names = add_family(engine, 3, range(length), max_tokens=20)

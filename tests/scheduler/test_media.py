@@ -166,7 +166,7 @@ def test_prefix_is_shared_by_equal_contents_only(content: int, num_cached: int) 
         ([item(0, 17, both_ways=True)], "takes 17 tokens, .* a step takes 16: .*--max-num-batched-tokens"),
     ],
 )
-def test_malformed_media_are_refused_in_words(media: list[Any], problem: str) -> None:
+def test_malformed_media_are_refused_with_a_message(media: list[Any], problem: str) -> None:
     engine = Engine(make_config(max_num_batched_tokens=16))
     with pytest.raises(ValidationError, match=problem):
         engine.add("a", PROMPT, media=media)

@@ -176,7 +176,7 @@ def test_a_tenant_is_charged_for_the_prompt_that_is_pooled():
 
 
 @about_an_assert
-def test_a_result_that_lacks_what_was_to_be_pooled_is_a_bug():
+def test_result_without_pooled_output_is_a_bug():
     engine = Engine()
     engine.add("a", range(10), **POOLED)
     plan = engine.schedule()

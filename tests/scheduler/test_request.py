@@ -49,7 +49,7 @@ def test_finish_is_idempotent_and_the_first_reason_stays():
     assert request.finish_reason == "abort"
 
 
-def test_preemption_keeps_tokens_and_forgets_what_was_computed():
+def test_preemption_keeps_tokens_and_resets_progress():
     request = make_request()
     request.start(5.0, 2)
     request.token_ids.append(9)
@@ -76,7 +76,7 @@ def test_context_bounds_computed_tokens_and_excludes_the_last(max_tokens, expect
     assert request.max_computed_tokens(20) == expected
 
 
-def test_of_a_request_to_pool_the_prompt_is_computed_and_no_more():
+def test_pooling_request_computes_its_prompt_only():
     assert make_request(pooling_params=PoolingParams()).max_computed_tokens(3) == 3
 
 

@@ -139,7 +139,7 @@ def test_prefixes_that_rounds_have_computed_are_found():
     assert engine.tokens("b")[:4] == text[22:26]
 
 
-def test_tenants_pay_for_what_rounds_generate():
+def test_tenants_are_charged_for_multi_step_tokens():
     costs = {}
     for num_rounds in (1, 8):
         engine = engine_of(num_rounds, scheduling_policy="fair")
@@ -186,7 +186,7 @@ def test_a_plan_has_rounds_that_are_expected_to_end_in_time(round_s, expected):
     assert as_alone(engine, "a")
 
 
-def test_where_rounds_are_not_taken_they_are_seldom_planned():
+def test_unused_decode_rounds_are_seldom_planned():
     engine = engine_of(4)
     engine.executor._num_decode_steps = lambda plan: 1  # as of a request with logprobs
     engine.add("a", PROMPT, max_tokens=40)
@@ -205,7 +205,7 @@ def pace(engine: Engine, name: str = "a") -> str:
     return explanation.pace
 
 
-def test_a_running_request_is_told_its_pace_and_the_bound():
+def test_explanation_has_pace_and_round_bound():
     engine = with_all_rounds(TimedEngine(make_config(num_scheduler_steps=8, max_multi_step_s=0.02)))
     engine.add("a", PROMPT, max_tokens=30)
     assert pace(engine) == "", "it has not started"

@@ -200,7 +200,7 @@ def test_fair_starves_no_request_within_or_between_tenants():
     num_spare_blocks=st.integers(0, 3),
     threshold=st.sampled_from([0, 4]),
 )
-def test_a_pool_of_a_few_blocks_serves_everybody(policy, requests, num_spare_blocks, threshold):
+def test_small_pool_serves_all_requests(policy, requests, num_spare_blocks, threshold):
     """All end within the steps that they would take one after the other, each token on its own.
 
     More steps than that would mean that a step advanced nobody who is served first: a livelock.

@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.kernels import cpu
-from quire.worker.taped_forward import TapedForward
+from quire.worker.recorded_forward import RecordedForward
 from tests.fixtures.quick import quick
 from tests.seq2seq.test_models import found
 from tests.seq2seq.tiny import MODELS, START, save, texts
@@ -25,9 +25,9 @@ def test_recorded_steps_have_the_bits_of_eager_ones(
 ) -> None:
     save(name, tmp_path)
     played: list[Any] = []
-    player = TapedForward.player
+    player = RecordedForward.player
     monkeypatch.setattr(
-        TapedForward, "player", lambda self, inputs: (played.append(inputs), player(self, inputs))[1]
+        RecordedForward, "player", lambda self, inputs: (played.append(inputs), player(self, inputs))[1]
     )
     # The last prompt's decoder has more tokens than its encoder's text, and fewer than a step.
     prompts = [*texts(5, 33, 1, 20), {"prompt_token_ids": [5], "decoder_prompt": [START, 7, 8, 9]}]

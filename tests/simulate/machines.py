@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.engine.trace import Frame, Header, Trace, recorded
+from quire.engine.trace import Frame, Trace, TraceHeader, recorded
 from quire.kv_cache.spec import encode_kv_config
 from quire.simulate.costs import PlanCosts
 from quire.simulate.machine import Machine
@@ -46,7 +46,7 @@ class RecordingSimulator(Simulator):
         self.frames: list[Frame] = []
         self._scheduler = recorded(self._scheduler, self)
         self._loop._scheduler = self._scheduler  # type: ignore[attr-defined]
-        self._header = Header(config, machine.kv_config)
+        self._header = TraceHeader(config, machine.kv_config)
 
     def write(self, frame: Frame) -> None:
         """Implement `FrameSink`."""

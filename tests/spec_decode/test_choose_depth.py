@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.spec_decode.drafter import Draft, Text
 from quire.spec_decode.speculation import Speculation, Verified
 from quire.spec_decode.step_costs import StepCosts, choose_depth
-from tests.spec_decode.test_choice import learned
+from tests.spec_decode.test_draft_lengths import learned
 
 
 @given(

@@ -129,7 +129,7 @@ def test_suffix_drafts_from_its_owners_texts() -> None:
 
 @given(st.lists(few_tokens, max_size=12), few_tokens)
 @settings(derandomize=True, deadline=None)
-def test_suffix_copies_what_once_followed(outputs: list[list[int]], tokens: list[int]) -> None:
+def test_suffix_drafts_an_earlier_continuation(outputs: list[list[int]], tokens: list[int]) -> None:
     """Behind an end of the text of at least the length that it says, and through generations of automata."""
     drafter = SuffixDrafter(config())
     drafter._corpora = Corpora(80)

@@ -129,7 +129,7 @@ TEXTS = ["", "abc", "aa", "y", "xyyz", "bcad", "d", "z.", "a.", "ABC", "ABE", "a
 
 
 @folded("pattern", SAME_IN_PYTHON, ids=ascii)
-def test_an_expression_matches_what_pythons_does_and_guidances(pattern: str) -> None:
+def test_expression_matches_as_in_python_and_guidance(pattern: str) -> None:
     grammar, other = compiled(regex=pattern), compiled(guidance, regex=pattern)
     for text in TEXTS:
         assert takes(grammar, text) == (re.fullmatch(pattern, text) is not None) == takes(other, text), text

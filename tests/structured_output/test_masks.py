@@ -122,7 +122,7 @@ def test_disallowed_token_leaves_the_matcher_unchanged(
 
 
 @with_each_library
-def test_forced_tokens_spell_what_must_come(library: type[GrammarBackend]) -> None:
+def test_forced_tokens_spell_the_forced_text(library: type[GrammarBackend]) -> None:
     backend = made(library, "byte_level")
     tokens = backend.vocabulary.tokens
     matcher = backend.compile(StructuredOutputsParams(regex="the (?:a|b)")).new_matcher()
@@ -147,9 +147,7 @@ def test_matchers_of_one_grammar_do_not_disturb_each_other(library: type[Grammar
 
 @with_each_library
 @pytest.mark.parametrize("name", BYTEWISE)
-def test_the_text_of_allowed_tokens_is_what_the_grammar_says(
-    library: type[GrammarBackend], name: str
-) -> None:
+def test_text_of_allowed_tokens_matches_the_grammar(library: type[GrammarBackend], name: str) -> None:
     """Through the tokenizer's own decoder: what a client reads matches."""
     kind, backend, rng = Kind(name), made(library, name), random.Random(7)
     pattern = "a(?: the|b|[.]| a| <0x4>| ?日本)*[.]"

@@ -72,7 +72,7 @@ def test_a_program_may_give_the_fields_alone() -> None:
             SamplingParams(structured_outputs=bad)  # type: ignore[arg-type]
 
 
-def test_parameters_do_not_change_with_what_they_were_made_of() -> None:
+def test_parameters_do_not_alias_their_source() -> None:
     schema: dict[str, Any] = {"b": 1, "a": 2}
     params = StructuredOutputsParams(json=schema)
     schema["c"] = 3

@@ -171,7 +171,7 @@ async def test_requests_of_a_mixed_update_end_and_are_not_cached(
     await refused(client, "/start_weight_update", {"mode": "mix"}, 400, "mode")
 
 
-async def test_sglang_routes_answer_or_say_what_to_send(client: httpx.AsyncClient) -> None:
+async def test_sglang_routes_answer_or_name_the_alternative(client: httpx.AsyncClient) -> None:
     expected = await completion(client)
     for mode in ("abort", "retract", "in_place"):
         assert (await posted(client, "/pause_generation", {"mode": mode}))["success"] is True

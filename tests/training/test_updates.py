@@ -170,7 +170,7 @@ def mixed_by_transformers(first: Path, second: Path, prompt: list[int], so_far: 
 
 
 @pytest.mark.parametrize("how", quick(MIXES, ("plain",)))
-def test_mixed_requests_keep_what_the_old_weights_computed(
+def test_mixed_requests_keep_tokens_of_old_weights(
     pair: Callable[[str], tuple[Path, Path]], how: str
 ) -> None:
     """Their tokens are those of new weights over an old cache, by transformers; no other request sees that cache."""
@@ -361,7 +361,7 @@ def test_a_hundred_updates_leave_memory_and_disk_flat(pair: Callable[[str], tupl
     assert not directory.exists()
 
 
-def test_gguf_models_are_refused_in_words(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_models_are_refused_with_a_message(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.training.bracket.is_gguf", lambda path: True)
     with pytest.raises(ValidationError, match="GGUF"):
         llm.weights.begin()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts as vLLM's users write them, with `quire` for `vllm`, against the model in the box.
+"""Scripts as vLLM's users write them, with `quire` for `vllm`, against the included model.
 
 Each theme runs, or ends in a sentence that says what to do.
 """

@@ -21,7 +21,7 @@ from quire.worker.block_copies import Moves
 from quire.worker.cpu import HostMark
 from quire.worker.gpu import DevicePipeline, copy_by_kernel
 from quire.worker.input_batch import InputBatch
-from quire.worker.pipeline import Body, Pipeline
+from quire.worker.pipeline import Pipeline, PipelineModel
 
 POISON = -7_777_777
 
@@ -153,7 +153,7 @@ class FakeGpu:
 
     def pipeline(
         self,
-        model: Body,
+        model: PipelineModel,
         batch: InputBatch,
         config: EngineConfig,
         *,

@@ -103,7 +103,7 @@ def test_a_block_of_the_pool_may_be_several_to_the_kernels() -> None:
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), max_size=4),
     st.integers(0, 3),
 )
-def test_what_a_manager_makes_is_taken(
+def test_block_table_takes_the_managers_tables(
     spec: KVCacheSpec, chunks: list[tuple[int, int]], num_before: int
 ) -> None:
     """Chunks with drafts behind them, of which `num_before` are computed when the row is made."""

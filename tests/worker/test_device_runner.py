@@ -202,7 +202,7 @@ def test_a_graph_is_captured_when_it_is_needed() -> None:
 
 
 @pytest.mark.parametrize(("capture", "captured"), [("start", [64, 8, 4, 2, 1]), ("lazy", [64])])
-def test_a_rehearsal_shows_what_graphs_take_and_uses_none(capture: str, captured: list[int]) -> None:
+def test_rehearsal_measures_graphs_without_using_them(capture: str, captured: list[int]) -> None:
     gpu = FakeGpu()
     specs = {"layer": FullAttentionSpec(BLOCK_SIZE, 1, 1, 4)}
     config = tiny_config(cuda_graph_capture=capture)

@@ -20,9 +20,7 @@ tokens = st.integers(0, 2)
 
 @given(st.lists(st.tuples(tokens, tokens, st.booleans())), tokens)
 @settings(derandomize=True, deadline=None)
-def test_what_counts_is_what_single_steps_would_have_given(
-    pairs: list[tuple[int, int, bool]], last: int
-) -> None:
+def test_verified_tokens_equal_those_of_single_steps(pairs: list[tuple[int, int, bool]], last: int) -> None:
     """A step after the other: the token sampled behind a right draft is there, and nothing behind a wrong one."""
     sampled = [token for token, _, _ in pairs] + [last]
     drafts = [draft for _, draft, _ in pairs]

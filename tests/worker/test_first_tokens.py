@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quire.distributed.group import Group
-from quire.distributed.in_process import InProcess
 from quire.kernels import ops
 from quire.kernels.attention_metadata import ANY_LIMITS, NO_LIMITS
 from quire.kernels.cpu import library
@@ -29,7 +28,7 @@ from quire.worker.sampler.sampler import NON_FINITE_CODE, StagedDraw, StagedRows
 from tests.distributed.test_group import on_all
 from tests.executor.test_multiproc import run, said, started
 from tests.fixtures.folded import folded
-from tests.fixtures.thread_ranks import ThreadRanks
+from tests.fixtures.thread_ranks import InProcess, ThreadRanks
 from tests.models.harness import load_tiny
 from tests.models.test_tensor_parallel import together
 
@@ -87,7 +86,7 @@ def test_top_k_samples_of_ranks_are_those_of_all_logits(size: int, num: int) -> 
     assert on_all(InProcess.group(size), work) == [chosen(logits)] * size
 
 
-def test_of_rows_without_top_k_all_tokens_decide() -> None:
+def test_rows_without_top_k_use_all_tokens() -> None:
     settings = torch.tensor([[0.0, -INF, 99.0, 1.0], [0.5, -INF, 7.0, 1.0]], dtype=torch.float64)
     keys = torch.zeros(2, 2, dtype=torch.int64)
     assert StagedDraw(settings, keys, ANY_LIMITS).num_deciding() == 7
@@ -98,7 +97,7 @@ def test_of_rows_without_top_k_all_tokens_decide() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_it_is_the_token_that_all_logits_together_give(size: int) -> None:
+def test_first_token_equals_that_of_gathered_logits(size: int) -> None:
     logits = rows()
 
     def work(group: Group) -> list[int]:
@@ -111,7 +110,7 @@ def test_it_is_the_token_that_all_logits_together_give(size: int) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["llama", "gemma2", pytest.param("granite", marks=pytest.mark.more)])
-def test_a_model_scales_what_it_shows(name: str, tiny_model: Callable[[str], Path]) -> None:
+def test_model_scales_its_first_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
     hidden = torch.randn(9, load_tiny(tiny_model(name)).config.arch.hidden_size)
 
     def both(model: CausalLM) -> tuple[list[int], list[int]]:

@@ -61,7 +61,7 @@ def gpu() -> tuple[GpuDevice, Memory]:
     return device, memory
 
 
-def test_the_cache_may_take_what_the_share_leaves(gpu: tuple[GpuDevice, Memory]) -> None:
+def test_cache_may_use_the_rest_of_the_share(gpu: tuple[GpuDevice, Memory]) -> None:
     device, memory = gpu
     memory.reserved = 200  # weights
     for step in (30, 70):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.graphs import GraphMemory, Graphs, RowBuffer, row_variant
+from quire.worker.graphs import GraphCache, GraphMemory, RowBuffer, row_variant
 from tests.worker.fake_gpu import FakeGpu
 
 
@@ -22,10 +22,10 @@ class Counting:
         return torch.full((size, 2), float(size))
 
 
-def graphs_of(run: Counting) -> tuple[Graphs[int], GraphMemory, FakeGpu]:
+def graphs_of(run: Counting) -> tuple[GraphCache[int], GraphMemory, FakeGpu]:
     gpu = FakeGpu()
     room = GraphMemory(gpu, 64)
-    return Graphs[int](room, run, row_variant, room.hidden), room, gpu
+    return GraphCache[int](room, run, row_variant, room.hidden), room, gpu
 
 
 def test_a_graph_is_captured_once() -> None:

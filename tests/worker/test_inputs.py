@@ -184,7 +184,7 @@ def test_drafts_are_those_that_are_to_be_sampled(scheduled: ScheduledRequest) ->
 
 @folded("rolls_back", [True, False])
 @folded("num_kept", [1, 2, 4])
-def test_a_row_keeps_what_is_accepted(rolls_back: bool, num_kept: int) -> None:
+def test_row_keeps_accepted_drafts(rolls_back: bool, num_kept: int) -> None:
     batch = input_batch(rolls_back=rolls_back)
     batch.add(request([1, 2, 3], block_ids=[2, 3], num_computed_tokens=2))
     batch.grow(ScheduledRequest("r", 2, 4, 4, [], [5, 6, 7]))

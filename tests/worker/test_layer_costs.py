@@ -13,10 +13,9 @@ import torch
 from quire.config import EngineConfig
 from quire.kv_cache.spec import KVCacheConfig
 from quire.layers.shard import WHOLE, Shard
-from quire.models.layer_kinds import kinds_of
 from quire.models.loader import without_weights
 from quire.models.stages import balanced, in_units, stack_of
-from quire.worker.stage_sizes import LayerCosts, layer_costs, why_not_measured
+from quire.worker.stage_sizes import LayerCosts, kinds_of, layer_costs, why_not_measured
 from tests.fixtures.quick import SOME_MODELS, quick_models
 from tests.models.harness import prepared_config
 from tests.models.test_stages import EVERY_FAMILY

@@ -53,7 +53,7 @@ def test_a_device_may_rehearse_less() -> None:
 
 @pytest.mark.parametrize("layers", [[FULL], [FULL, WINDOW, FULL], [FULL, STATE, WINDOW]])
 @pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 100, "max_model_len": 21}], ids=str)
-def test_they_keep_every_promise_of_a_plan(limits: dict[str, Any], layers: list[KVCacheSpec]) -> None:
+def test_rehearsed_plans_pass_all_checks(limits: dict[str, Any], layers: list[KVCacheSpec]) -> None:
     config = tiny_config(**limits)
     specs = fit_states({f"layer {index}": spec for index, spec in enumerate(layers)})
     groups = rehearsed_groups(specs)

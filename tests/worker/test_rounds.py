@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.kernels.cpu import library
-from quire.worker.taped_rounds import StopTokens, TapedRounds
+from quire.worker.multi_step_decode import RecordedMultiStepDecode, StopTokens
 from tests.fixtures.quick import quick_models
 from tests.models.test_stages import EVERY_FAMILY
 from tests.worker.harness import request
@@ -41,14 +41,14 @@ class Seen(NamedTuple):
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     """All steps that might have gone on."""
     found: list[Seen] = []
-    more = TapedRounds.more
+    more = RecordedMultiStepDecode.more
 
-    def noted(self: TapedRounds, *args: Any) -> Any:
+    def noted(self: RecordedMultiStepDecode, *args: Any) -> Any:
         tokens = more(self, *args)
         found.append(Seen(len(tokens), args[3]))
         return tokens
 
-    monkeypatch.setattr(TapedRounds, "more", noted)
+    monkeypatch.setattr(RecordedMultiStepDecode, "more", noted)
     return found
 
 
@@ -173,13 +173,13 @@ def test_rounds_end_within_their_time_by_the_worker_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """20 seconds for rounds of `round_s` each, the first of which is the step's own."""
-    noted = TapedRounds.more
+    noted = RecordedMultiStepDecode.more
 
-    def timed(self: TapedRounds, *args: Any) -> Any:
+    def timed(self: RecordedMultiStepDecode, *args: Any) -> Any:
         self._clock, self._max_s = FakeClock(0.0, 0.0, round_s), 20.0
         return noted(self, *args[:4], round_s)
 
-    monkeypatch.setattr(TapedRounds, "more", timed)
+    monkeypatch.setattr(RecordedMultiStepDecode, "more", timed)
     llm = engine(tiny_model("llama"), 8)
     asked = SamplingParams(temperature=0.0, max_tokens=1 + 8, ignore_eos=True)
     llm.generate([{"prompt_token_ids": [1, 2, 3]}], asked)
@@ -189,13 +189,13 @@ def test_rounds_end_within_their_time_by_the_worker_clock(
 def test_a_round_that_lasts_longer_than_expected_is_the_last(
     tiny_model: Callable[[str], Path], seen: list[Seen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted = TapedRounds.more
+    noted = RecordedMultiStepDecode.more
 
-    def timed(self: TapedRounds, *args: Any) -> Any:
+    def timed(self: RecordedMultiStepDecode, *args: Any) -> Any:
         self._clock, self._max_s = FakeClock(0.0, 0.0, 1.0, 1.0, 19.0, 1.0), 20.0
         return noted(self, *args[:4], 1.0)
 
-    monkeypatch.setattr(TapedRounds, "more", timed)
+    monkeypatch.setattr(RecordedMultiStepDecode, "more", timed)
     llm = engine(tiny_model("llama"), 8)
     llm.generate(
         [{"prompt_token_ids": [1, 2, 3]}], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)

@@ -19,7 +19,7 @@ from tests.worker.test_worker import GIB, driver_of, loaded
 FLOATS = 4
 
 
-def test_the_peak_is_of_what_lives_at_one_time() -> None:
+def test_peak_counts_tensors_alive_together() -> None:
     with AllocationPeak() as peak:
         first = torch.zeros(1000)
         second = first + 1

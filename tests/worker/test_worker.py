@@ -22,7 +22,7 @@ from quire.kv_cache.spec import KVCacheConfig
 from quire.platforms import Host
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput
-from quire.worker.cpu import CpuDevice, taped_tokens
+from quire.worker.cpu import CpuDevice, recorded_tokens
 from quire.worker.stage_sizes import GAPS
 from quire.worker.worker import Worker
 from tests.models.harness import prepared_config
@@ -68,7 +68,7 @@ def reserved_bytes(worker: Worker) -> int:
     peak, num_seqs = device.memory.forward_peak, limits.max_num_seqs
     step = peak.bytes_of_step(limits.max_num_batched_tokens, num_seqs * vocab_size)
     _, rounds = device.memory.size_of_rounds(worker._config)
-    return int(GAPS * step) + peak.bytes_of_tapes(taped_tokens(worker._config)) + rounds
+    return int(GAPS * step) + peak.graph_bytes(recorded_tokens(worker._config)) + rounds
 
 
 def ready(config: EngineConfig) -> Worker:
@@ -107,7 +107,7 @@ def test_step_runs_within_its_devices_step(config: EngineConfig, monkeypatch: py
     assert happened == ["begun", "launched", "ended"]
 
 
-def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
+def test_cache_may_use_a_share_of_free_memory(config: EngineConfig) -> None:
     worker = loaded(config.evolve(gpu_memory_utilization=0.5))
     memory = worker.kv_memory()
     assert memory.free_bytes == GIB // 2 - reserved_bytes(worker) < GIB // 2
@@ -119,7 +119,7 @@ def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
     assert memory.default_bytes is None
 
 
-def test_unasked_the_cache_takes_half_of_what_is_free(config: EngineConfig) -> None:
+def test_cache_uses_half_of_free_memory_by_default(config: EngineConfig) -> None:
     for free in (GIB, 100 * GIB, 10_000 * GIB):
         worker = loaded(config, free)
         memory = worker.kv_memory()

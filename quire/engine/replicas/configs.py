@@ -32,7 +32,10 @@ def replica_configs(
     configs = [config.evolve(data_parallel_rank=number) for number in config.parallel.replicas]
     if in_process:
         if config.device.device != "cpu":
-            raise ConfigError(f"--data-parallel-size is {num}, and one process cannot give each a device")
+            raise ConfigError(
+                f"--data-parallel-size is {num} in one process, which cannot use a device per replica: start the "
+                "replicas in processes of their own (quire serve, AsyncLLM)"
+            )
         return configs
     host = host or Host()
     memory_bytes = host.available_bytes() // num

@@ -81,7 +81,7 @@ def in_step(executor: Executor, lockstep: Lockstep) -> Executor:
     return cast("Executor", LockstepExecutor(executor, lockstep))
 
 
-class Peers:
+class ReplicaPeers:
     """Sockets to the other replicas, in their meeting directory."""
 
     def __init__(

@@ -13,19 +13,19 @@ import msgspec
 from quire.config import EngineConfig
 from quire.engine.replicas.ray_replicas import ReplicaActor
 from quire.executor.ranks.ray_cluster import (
-    Cluster,
     Lost,
     Placed,
     PlacementRequest,
+    RayCluster,
     StartReplica,
     joined,
     run,
     send_message,
 )
-from quire.executor.ranks.wire import Wire
+from quire.executor.ranks.wire import RankWire
 
 
-def place_replicas(wanted: PlacementRequest, wire: Wire) -> None:
+def place_replicas(wanted: PlacementRequest, wire: RankWire) -> None:
     """Place and restart replicas until the server is gone (EOFError)."""
     config = EngineConfig.decoded(wanted.config)
     parallel = config.parallel
@@ -50,7 +50,7 @@ def place_replicas(wanted: PlacementRequest, wire: Wire) -> None:
                 send_message(wire, Lost(replica, said))
 
 
-def _bring(cluster: Cluster, config: bytes, first: int, bring: StartReplica) -> None:
+def _bring(cluster: RayCluster, config: bytes, first: int, bring: StartReplica) -> None:
     """Start a replica; `first` is the bundle index that replica 0 would have."""
     hosts, place = cluster.hosts(), first + bring.replica
     arguments = config, bring.replica, max(hosts.count(hosts[place]), 1), bring.address, bring.port

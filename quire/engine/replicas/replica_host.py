@@ -79,12 +79,12 @@ class ReplicaAgent:
         self._replica = config.parallel.first_replica
         self._supervisor = supervision().make_supervisor(resume=True)
         self._stopped = threading.Event()
-        self._relay: Relay | None = None
+        self._relay: ReplicaRelay | None = None
 
     def run(self) -> None:
         """Run until the server ends."""
         while (wire := self._joined()) is not None:
-            self._relay = relay = Relay(self._config, wire)
+            self._relay = relay = ReplicaRelay(self._config, wire)
             if self._stopped.is_set():
                 relay.stop()
             death = relay.run()
@@ -124,7 +124,7 @@ class ReplicaAgent:
         self._stopped.wait(delay_s)
 
 
-class Relay:
+class ReplicaRelay:
     """Relay between a local core and the server that uses it, until one of them is gone.
 
     Attributes:

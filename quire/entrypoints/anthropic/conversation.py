@@ -18,7 +18,7 @@ from quire.entrypoints.anthropic.protocol import (
     CountTokensRequest,
     MessagesRequest,
 )
-from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.notes import RequestNotes
 from quire.entrypoints.openai.protocol.requests import SAMPLERS
 from quire.entrypoints.openai.translation import given
 from quire.errors import ValidationError
@@ -97,7 +97,7 @@ def _system(system: str | list[dict[str, Any]] | None) -> list[Fields]:
 class _Conversation:
     """Converter of block messages into `chat`, the messages of a chat request; `notes` receives ignored blocks."""
 
-    def __init__(self, messages: list[dict[str, Any]], notes: Notes) -> None:
+    def __init__(self, messages: list[dict[str, Any]], notes: RequestNotes) -> None:
         self._notes = notes
         self.chat: list[Fields] = []
         for index, message in enumerate(messages):

@@ -156,9 +156,8 @@ class CountTokensRequest(RequestModel):
 
 
 class MessagesRequest(CountTokensRequest, SamplerFields):
-    """POST /v1/messages; samplers besides `temperature`, `top_p` and `top_k`, and the last two fields, are quire's
-    own.
-    """
+    """POST /v1/messages; samplers besides `temperature`, `top_p` and `top_k`, and the last two fields, are
+    quire's own."""
 
     max_tokens: int
     stream: bool = False

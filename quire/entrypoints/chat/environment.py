@@ -3,10 +3,10 @@
 
 Invariant: a template is data from a model repository and runs in Jinja's immutable sandbox: no underscore attributes,
 no mutation of its inputs, ranges of at most 100 000. Every operation that multiplies its input asks the rendering's
-`Budget` first, so no huge text is built and no single call blocks the interpreter for long. So every template ends, and
-in an interrupted `RenderingThread` it ends at its next operation: every loop iteration, call and operator asks the
-budget, as does each item that a filter or test is mapped over. Within the budget, filters behave like Jinja's and
-Python's; names and behaviour are those that Hugging Face's templates expect.
+`RenderBudget` first, so no huge text is built and no single call blocks the interpreter for long. So every template
+ends, and in an interrupted `RenderingThread` it ends at its next operation: every loop iteration, call and operator
+asks the budget, as does each item that a filter or test is mapped over. Within the budget, filters behave like Jinja's
+and Python's; names and behaviour are those that Hugging Face's templates expect.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RenderingThread(threading.Thread):
     is_interrupted = False
 
 
-class Budget:
+class RenderBudget:
     """Remaining part of `MAX_TOTAL` for one rendering, in the thread that makes the budget."""
 
     def __init__(self) -> None:
@@ -122,10 +122,10 @@ def weigh(value: Any) -> int:
     return total
 
 
-def budget_of(context: Context) -> Budget:
+def budget_of(context: Context) -> RenderBudget:
     """Return the budget of this rendering."""
     budget = context.budget  # type: ignore[attr-defined]
-    assert isinstance(budget, Budget)
+    assert isinstance(budget, RenderBudget)
     return budget
 
 
@@ -406,7 +406,7 @@ class BudgetedContext(Context):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.budget = Budget()
+        self.budget = RenderBudget()
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:
         context = super().derived(locals)

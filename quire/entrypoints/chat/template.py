@@ -183,7 +183,7 @@ class ChatTemplate(TemplateProbes):
         self._template = _compiled(environment, source, origin)
         self.source = source
         tree = environment.parse(source)
-        self._aliases = {} if _says(tree, "developer") else ROLE_ALIASES
+        self._aliases = {} if _contains_word(tree, "developer") else ROLE_ALIASES
         undeclared = meta.find_undeclared_variables(tree)  # modifies the tree by folding constants
         self.variables = frozenset(undeclared) - environment.globals.keys()
         self._for_tools = for_tools
@@ -216,7 +216,7 @@ class ChatTemplate(TemplateProbes):
         role = self._aliases.get(role, role)
         if role in ROLES and role not in self._reads_name:
             message = {"role": role, "content": "x"}
-            self._reads_name[role] = self._tells_apart(message, {**message, "name": PROBE})
+            self._reads_name[role] = self._distinguishes(message, {**message, "name": PROBE})
         return self._reads_name.get(role, True)
 
     def takes_first(self, role: str) -> bool:
@@ -343,8 +343,8 @@ class ChatTemplate(TemplateProbes):
         Raises:
             ValidationError: the template rejected them.
         """
-        told = {"system": instruction, "query": query, "document": document}
-        messages = [{"role": role, "content": content} for role, content in told.items() if content]
+        fields = {"system": instruction, "query": query, "document": document}
+        messages = [{"role": role, "content": content} for role, content in fields.items() if content]
         plain = PlainText(self._literals, [messages])
         protected = [{**plain.protect(message), "role": message["role"]} for message in messages]
         return RenderedChat(
@@ -471,7 +471,7 @@ class ChatTemplate(TemplateProbes):
             ) from None
 
 
-def _says(tree: nodes.Template, word: str) -> bool:
+def _contains_word(tree: nodes.Template, word: str) -> bool:
     """Return whether a template contains this string constant, for instance a role."""
     return any(constant.value == word for constant in tree.find_all(nodes.Const))
 

@@ -61,7 +61,7 @@ class TemplateProbes:
         except Exception:  # untrusted code may fail for the probe only, for example without tools
             return True
 
-    def _tells_apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+    def _distinguishes(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Return whether replacing one message by the other may change the prompt."""
         before = [] if one["role"] in ("user", "system", "developer") else [{"role": "user", "content": "x"}]
         try:

@@ -32,7 +32,7 @@ from quire.json_schema.structural_tag import normalize_tag
 GAP = r"[ \n]{0,4}"  # White space allowed between a marker and its content.
 
 
-class Function(NamedTuple):
+class AllowedFunction(NamedTuple):
     """Function that may be called; unless `strict`, with any arguments. `field` is the schema's path in the request."""
 
     name: str
@@ -41,7 +41,7 @@ class Function(NamedTuple):
     field: str = "tools"
 
 
-def calls_only(tools: ToolFormat, functions: Iterable[Function], *, at_most_one: bool) -> Form:
+def calls_only(tools: ToolFormat, functions: Iterable[AllowedFunction], *, at_most_one: bool) -> Form:
     """Match one or more calls of these functions, and nothing else.
 
     Raises:
@@ -55,7 +55,7 @@ def calls_only(tools: ToolFormat, functions: Iterable[Function], *, at_most_one:
     return row(fixed(tools.opening), content, fixed(end))
 
 
-def one_call(tools: ToolFormat, functions: Iterable[Function]) -> Form:
+def one_call(tools: ToolFormat, functions: Iterable[AllowedFunction]) -> Form:
     """Match one call, without the markers around calls.
 
     Raises:
@@ -64,7 +64,7 @@ def one_call(tools: ToolFormat, functions: Iterable[Function]) -> Form:
     return either([_call(tools, function) for function in functions])
 
 
-def is_enforceable(tools: ToolFormat, function: Function) -> bool:
+def is_enforceable(tools: ToolFormat, function: AllowedFunction) -> bool:
     """Return whether the function's schema can be enforced, as far as known without compilation."""
     try:
         normalize_tag(calls_only(tools, [function], at_most_one=True), closed=False)
@@ -73,7 +73,7 @@ def is_enforceable(tools: ToolFormat, function: Function) -> bool:
     return True
 
 
-def calls_in_text(tools: ToolFormat, functions: Iterable[Function], *, at_most_one: bool) -> Form:
+def calls_in_text(tools: ToolFormat, functions: Iterable[AllowedFunction], *, at_most_one: bool) -> Form:
     """Match any text in which every call-like beginning is a call of these functions.
 
     Raises:
@@ -150,7 +150,7 @@ def _section(tools: ToolFormat, call: Form, most: int | None) -> tuple[Form, str
     return listed(call, separator.removeprefix(shared), 1, most), closing.removeprefix(shared)
 
 
-def _call(tools: ToolFormat, function: Function) -> Form:
+def _call(tools: ToolFormat, function: AllowedFunction) -> Form:
     syntax = tools.calls[0]
     try:
         schema = _with_good_names(tools, function)
@@ -163,7 +163,7 @@ def _call(tools: ToolFormat, function: Function) -> Form:
     return placed(form, function.field)
 
 
-def _with_good_names(tools: ToolFormat, function: Function) -> Schema:
+def _with_good_names(tools: ToolFormat, function: AllowedFunction) -> Schema:
     """Return the function's schema; unless `strict`, without arguments whose names a call cannot express.
 
     Raises:
@@ -186,10 +186,10 @@ def _is_read_back(tools: ToolFormat, function: str, names: Sequence[str]) -> boo
     return call is not None and call.name == function and set(json.loads(call.arguments)) == set(names)
 
 
-class Calls(NamedTuple):
+class AllowedCalls(NamedTuple):
     """Functions that may be called, and whether several calls are allowed."""
 
-    functions: list[Function]
+    functions: list[AllowedFunction]
     at_most_one: bool
 
 
@@ -204,15 +204,15 @@ class AnswerGrammar(Protocol):
         """Match this text without calls; returns `wanted` itself if nothing precedes it."""
         ...
 
-    def calls(self, calls: Calls) -> Form:
+    def calls(self, calls: AllowedCalls) -> Form:
         """Match one or more calls without text."""
         ...
 
-    def text_or_calls(self, wanted: Form, calls: Calls) -> Form:
+    def text_or_calls(self, wanted: Form, calls: AllowedCalls) -> Form:
         """Match either of both."""
         ...
 
-    def calls_in_text(self, calls: Calls) -> Form:
+    def calls_in_text(self, calls: AllowedCalls) -> Form:
         """Match any text in which every call-like beginning is a call of these functions."""
         ...
 
@@ -238,16 +238,16 @@ class MarkerGrammar:
             wanted, self.reasoning, self.tools, is_open=self.is_open, may_open=self.may_open
         )
 
-    def calls(self, calls: Calls) -> Form:
+    def calls(self, calls: AllowedCalls) -> Form:
         return self.text(self._only(calls))
 
-    def text_or_calls(self, wanted: Form, calls: Calls) -> Form:
+    def text_or_calls(self, wanted: Form, calls: AllowedCalls) -> Form:
         return self.text(either([wanted, self._only(calls)]))
 
-    def calls_in_text(self, calls: Calls) -> Form:
+    def calls_in_text(self, calls: AllowedCalls) -> Form:
         return self.text(calls_in_text(self._tools, calls.functions, at_most_one=calls.at_most_one))
 
-    def _only(self, calls: Calls) -> Form:
+    def _only(self, calls: AllowedCalls) -> Form:
         return calls_only(self._tools, calls.functions, at_most_one=calls.at_most_one)
 
     @property

@@ -45,15 +45,15 @@ def disagg_proxy(
     """
     import uvicorn
 
-    from quire.disagg.engines import Engine, Timeouts
+    from quire.disagg.engines import ProxiedEngine, Timeouts
     from quire.disagg.proxy import DisaggProxy
     from quire.logging_setup import configure_logging
 
     configure_logging()
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, and raises the signal again at its end
     proxy = DisaggProxy(
-        [Engine(url) for url in prefill],
-        [Engine(url) for url in decode],
+        [ProxiedEngine(url) for url in prefill],
+        [ProxiedEngine(url) for url in decode],
         max_connections=max_connections,
         timeouts=Timeouts(reply_timeout, piece_timeout),
     )

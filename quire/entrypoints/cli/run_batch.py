@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import click
 
-from quire.batch.summary import Counts
+from quire.batch.summary import RunCounts
 from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.cli.options import EngineCommand, HumanInt, JsonObjectType, engine_config
 from quire.errors import ConfigError, QuireError
@@ -22,7 +22,7 @@ from quire.progress import Progress
 
 if TYPE_CHECKING:
     from quire.batch.line_file import LineFile
-    from quire.batch.lines import Earlier
+    from quire.batch.lines import EarlierAnswers
     from quire.batch.rows import RowJob
 
 FILE = click.Path(dir_okay=False, allow_dash=True)
@@ -85,11 +85,11 @@ def run_batch(
 
 def _answer_lines(
     config: EngineConfig, input_file: str, output_file: str, overwrite: bool, retry_failed: bool
-) -> Counts:
+) -> RunCounts:
     from quire.batch.client import run_on_engine
     from quire.batch.lines import AnswerLines, LineReader, answer_line
 
-    counts = Counts()
+    counts = RunCounts()
     with (
         _input(input_file) as lines,
         _output_errors(output_file),
@@ -110,7 +110,7 @@ def _answer_lines(
 
 def _output(
     path: str, overwrite: bool, retry_failed: bool
-) -> AbstractContextManager[tuple[LineFile, Earlier]]:
+) -> AbstractContextManager[tuple[LineFile, EarlierAnswers]]:
     from quire.batch.lines import opened_output, opened_stream
 
     if path == "-":
@@ -120,7 +120,7 @@ def _output(
 
 def _answer_rows(
     config: EngineConfig, job: RowJob, input_file: str, output_file: str, overwrite: bool, retry_failed: bool
-) -> Counts:
+) -> RunCounts:
     from quire.batch.client import run_on_engine
     from quire.batch.rows import opened_run
     from quire.batch.tables import format_of, open_table

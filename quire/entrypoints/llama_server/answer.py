@@ -142,12 +142,7 @@ class LlamaAnswer:
         }
 
     def _ended(
-        self,
-        index: int,
-        output: RequestOutput,
-        completion: CompletionOutput,
-        text: str,
-        token_ids: list[int],
+        self, index: int, output: RequestOutput, completion: CompletionOutput, text: str, token_ids: list[int]
     ) -> LlamaCompletion:
         progress, notes = self._progress[index], self._body.notes
         fields = self._part(index, output, completion, text, self._shown_ids(token_ids))

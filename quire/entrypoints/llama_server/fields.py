@@ -10,12 +10,7 @@ from typing import Any
 
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.fill_in import FillIn
-from quire.entrypoints.llama_server.protocol import (
-    REJECTED,
-    WITHOUT_EFFECT,
-    GeneratingRequest,
-    InfillRequest,
-)
+from quire.entrypoints.llama_server.protocol import REJECTED, WITHOUT_EFFECT, GeneratingRequest, InfillRequest
 from quire.entrypoints.openai.protocol.requests import SAMPLERS, EngineRequest
 from quire.errors import ValidationError
 

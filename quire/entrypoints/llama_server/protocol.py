@@ -46,10 +46,7 @@ _IDS = {"type": "integer", "minimum": 0}
 _PARTS = array(any_of(_WORD, _IDS), minItems=1)
 _PROMPT_OBJECT = object_of({"prompt_string": _WORD}, {"multimodal_data": array({}, maxItems=0)})
 _PROMPT = any_of(_WORD, _PARTS, _PROMPT_OBJECT)
-PROMPT = {
-    **any_of(_PROMPT, array(_PROMPT, minItems=1, maxItems=shapes.MAX_PROMPTS)),
-    "x-rule": "prompt",
-}
+PROMPT = {**any_of(_PROMPT, array(_PROMPT, minItems=1, maxItems=shapes.MAX_PROMPTS)), "x-rule": "prompt"}
 _BIAS = any_of({"type": "number", "minimum": -100, "maximum": 100}, enum(False))
 _BIASED = {"type": "array", "prefixItems": [any_of(_IDS, TEXT), _BIAS], "minItems": 2, "maxItems": 2}
 BIAS = {

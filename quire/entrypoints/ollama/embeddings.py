@@ -28,7 +28,7 @@ from quire.entrypoints.openai.translation import given, note_ignored
 from quire.errors import ValidationError
 from quire.pooling.server.protocol import MAX_INPUTS, Numbers, PromptUsage, encoded, reply_of
 from quire.pooling.server.run import (
-    Found,
+    PooledInputs,
     PoolingJob,
     cuts_by_default,
     embed_each,
@@ -130,7 +130,7 @@ async def _embedded(
     *,
     cuts: bool = True,
     in_windows: bool = False,
-) -> Found:
+) -> PooledInputs:
     name = body.model
     body.model = served_name(server_of(request), name)
     sent = [name for name, value in (body.options or {}).items() if value is not None]
@@ -140,7 +140,7 @@ async def _embedded(
     params = job.inputs.validated(params)
     if not texts:
         job.server.engine.input_processor.check_terms(body.priority, "", None)
-        return Found([], None, False)
+        return PooledInputs([], None, False)
     options = TextOptions(WHOLE_CONTEXT if cuts else None)
     with renamed_param("input" if isinstance(body, EmbedRequest) else "prompt"):
         return await embed_each(job, texts, options, params, in_windows=in_windows)

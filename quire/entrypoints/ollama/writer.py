@@ -17,7 +17,7 @@ from quire.entrypoints.ollama.protocol import CalledFunction, Line, OllamaCall, 
 from quire.entrypoints.openai.errors import body_of, ollama_body, status_of
 from quire.entrypoints.openai.protocol.responses import ChatChunk, TokenLogprob, ToolCallMessage, Usage
 from quire.entrypoints.openai.streaming import StreamFormat
-from quire.entrypoints.openai.translation import Piece, as_object
+from quire.entrypoints.openai.translation import AnswerDelta, as_object
 from quire.outputs import RequestStateStats
 
 DONE_REASONS = {"length": "length", "timeout": "length"}
@@ -54,7 +54,7 @@ class LineWriter:
     def opening(self, usage: Usage) -> Iterator[msgspec.Struct]:
         yield from ()
 
-    def take(self, piece: Piece) -> Iterator[msgspec.Struct]:
+    def take(self, piece: AnswerDelta) -> Iterator[msgspec.Struct]:
         calls = [_call(call) for call in piece.tool_calls]
         self._calls += calls
         self._texts.append(piece.content)

@@ -215,12 +215,7 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
         browser_pages = map(import_place, BROWSER_PAGES.values())
         layers += [Middleware(each, root_path=config.root_path) for each in browser_pages]
     layers += [
-        Middleware(
-            Auth,
-            keys=state.keys,
-            root_path=config.root_path,
-            open_paths=open_paths(config),
-        ),
+        Middleware(Auth, keys=state.keys, root_path=config.root_path, open_paths=open_paths(config)),
         Middleware(Quota, meters=meters),
         Middleware(
             Availability,

@@ -128,18 +128,12 @@ class ChatChoiceBuilder:
     def parts(
         self, text: str, token_ids: Sequence[int], finish_reason: str | None, *, was_cut: bool = False
     ) -> list[ChoicePart]:
-        """Parse like `take`, but keep the model's order: a list of parts, each reasoning, content, calls. Never
-        empty.
-        """
+        """Parse like `take`, but keep the model's order: a list of parts, each reasoning, content, calls.
+        Never empty."""
         return self.arranged(self.read(text, token_ids, finish_reason, was_cut=was_cut), finish_reason)
 
     def read(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        finish_reason: str | None = None,
-        *,
-        was_cut: bool = False,
+        self, text: str, token_ids: Sequence[int], finish_reason: str | None = None, *, was_cut: bool = False
     ) -> list[Event]:
         """Parse the next piece of text into events, for `arranged`."""
         found = self._reader.feed(text)

@@ -229,9 +229,8 @@ def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, A
 
 
 def _effort(template: ChatTemplate, fields: ChatFields, effort: str) -> dict[str, Any]:
-    """Return the reasoning effort as a template option: `reasoning_effort`, or `enable_thinking` if only that is
-    read.
-    """
+    """Return the reasoning effort as a template option: `reasoning_effort`, or `enable_thinking` if only that
+    is read."""
     if "reasoning_effort" in template.variables or "enable_thinking" not in template.variables:
         is_read = _is_read(template, fields, "reasoning_effort", "reasoning_effort")
         return {"reasoning_effort": effort} if is_read else {}

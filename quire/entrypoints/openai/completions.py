@@ -169,13 +169,7 @@ class CompletionAnswer:
 
     def chunk(self, choices: list[CompletionChoice], more: dict[str, Any]) -> Completion:
         """Return a chunk of a stream, or the whole answer."""
-        return Completion(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=choices,
-            **more,
-        )
+        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, **more)
 
     def _choice(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput

@@ -234,7 +234,7 @@ class Connection(H11Protocol):
         if num_extra > MAX_EXTRA:
             transport.abort()
         elif num_extra > 0:
-            self.app, self._read_timeout = self._come_later, min(EXTRA_READ_S, self._read_timeout)
+            self.app, self._read_timeout = self._refuse_excess, min(EXTRA_READ_S, self._read_timeout)
         self._watch_reading()
 
     def data_received(self, data: bytes) -> None:
@@ -326,9 +326,8 @@ class Connection(H11Protocol):
         self._watch_writing_anew()
 
     def _watch_reading(self) -> None:
-        """Start or stop the read timer: it runs while a request is expected. Between requests keep-alive's timer
-        runs.
-        """
+        """Start or stop the read timer: it runs while a request is expected. Between requests keep-alive's
+        timer runs."""
         if self.transport.is_closing() or self._is_websocket or not self._awaits_more:
             _cancel(self._read_timer)
             self._read_timer = None
@@ -369,11 +368,7 @@ class Connection(H11Protocol):
         is_known = self.conn.their_state is h11.SEND_BODY  # otherwise the request's path is unknown
         scope = self.scope if is_known else {"path": ""}
         body = shaped_error(error_body(message, "RequestTimeoutError", 408), 408, scope)
-        headers = [
-            (b"content-type", b"application/json"),
-            *id_headers(scope),
-            (b"connection", b"close"),
-        ]
+        headers = [(b"content-type", b"application/json"), *id_headers(scope), (b"connection", b"close")]
         head = h11.Response(status_code=408, headers=headers, reason=STATUS_PHRASES[408])
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
@@ -389,7 +384,7 @@ class Connection(H11Protocol):
             offer_body(scope, self.cycle)
         await self._application(scope, receive, send)
 
-    async def _come_later(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse_excess(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a connection beyond the limit with 503."""
         message = f"the server has {self._max_connections} connections, which is its limit; try again later"
         await _refuse(UnavailableError(message), scope, receive, send)

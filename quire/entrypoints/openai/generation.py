@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from quire.adapters import AdapterRequest, adapter_terms
 from quire.engine.queue_limits import QueueReservation
 from quire.entrypoints.openai.merged import Indexed, merged
-from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.notes import RequestNotes
 from quire.entrypoints.openai.protocol.requests import GenerationRequest
 from quire.entrypoints.openai.protocol.responses import (
     CompletionTokensDetails,
@@ -114,7 +114,7 @@ class UsageMeter:
         """Return the timings over all added outputs."""
         return timings_of(self._times(), max(0, self._completion_tokens - len(self._sequences)))
 
-    def closing(self, notes: Notes) -> dict[str, Any]:
+    def closing(self, notes: RequestNotes) -> dict[str, Any]:
         """Return the fields that only the last object of a reply has."""
         params = [one.kv_transfer_params for one in self._latest.values()]
         return {

@@ -33,8 +33,7 @@ async def merged(generators: list[AsyncGenerator[Indexed, None]]) -> AsyncGenera
 
 
 async def _pump(
-    outputs: AsyncGenerator[Indexed, None],
-    queue: asyncio.Queue[Indexed | BaseException | None],
+    outputs: AsyncGenerator[Indexed, None], queue: asyncio.Queue[Indexed | BaseException | None]
 ) -> None:
     try:
         async with aclosing(outputs):

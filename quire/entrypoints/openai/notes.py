@@ -23,7 +23,7 @@ MAX_NAME_CHARS = 64
 _HEADER_CHARS = frozenset(string.ascii_letters + string.digits + "_-.[]")
 
 
-class Notes:
+class RequestNotes:
     """Notes on one request.
 
     Args:

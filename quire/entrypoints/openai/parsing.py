@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from quire.entrypoints.openai.field_rules import INNER, FieldRules, RejectedField, refusals
 from quire.entrypoints.openai.middleware.body_limit import held_body
-from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.notes import RequestNotes
 from quire.entrypoints.openai.protocol.requests import ChatFields, RequestModel
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.tool_choice import resolve_tools
@@ -46,7 +46,7 @@ Model = TypeVar("Model", bound=RequestModel)
 def filter_fields(
     body: Mapping[str, Any],
     honoured: Iterable[str],
-    notes: Notes,
+    notes: RequestNotes,
     inner: Mapping[str, FieldRules] = INNER,
     *,
     samples: bool = True,
@@ -65,7 +65,7 @@ def filter_fields(
     return _filter(body, FieldRules(frozenset(honoured), refusals(samples=samples), inner), notes, "")
 
 
-def _filter(body: Mapping[str, Any], rules: FieldRules, notes: Notes, path: str) -> dict[str, Any]:
+def _filter(body: Mapping[str, Any], rules: FieldRules, notes: RequestNotes, path: str) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in body.items():
         if value is None and name not in rules.empty:
@@ -79,7 +79,7 @@ def _filter(body: Mapping[str, Any], rules: FieldRules, notes: Notes, path: str)
     return kept
 
 
-def _filter_inner(value: Any, rules: FieldRules, notes: Notes, path: str) -> Any:
+def _filter_inner(value: Any, rules: FieldRules, notes: RequestNotes, path: str) -> Any:
     """Filter an object, or each object of a list; other types are left to the model's check."""
     if isinstance(value, dict):
         return _filter(value, rules, notes, f"{path}.")
@@ -89,7 +89,7 @@ def _filter_inner(value: Any, rules: FieldRules, notes: Notes, path: str) -> Any
 
 
 def _reject_or_note(
-    path: str, value: Any, rule: RejectedField | None, notes: Notes, honoured: Iterable[str]
+    path: str, value: Any, rule: RejectedField | None, notes: RequestNotes, honoured: Iterable[str]
 ) -> None:
     if rule is None:
         notes.ignore(path, honoured)
@@ -276,7 +276,7 @@ def _checked(request: Request, body: dict[str, Any], model: type[Model]) -> Mode
     known = model.model_fields.keys() - server.idle_fields
     # A translated request adds to the notes of the original.
     reject = server.config.unknown_fields == "reject"
-    notes: Notes = request.scope["state"].setdefault("notes", Notes(reject=reject))
+    notes: RequestNotes = request.scope["state"].setdefault("notes", RequestNotes(reject=reject))
     inner = INNER if model.inner is None else model.inner
     kept = filter_fields(body, known, notes, inner, samples=model.samples)
     try:

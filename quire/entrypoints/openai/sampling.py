@@ -207,10 +207,7 @@ def _build(
         values["extra_args"] = request.vllm_xargs
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
-        **{**values, **params},
-        logit_bias=_logit_bias(request),
-        detokenize=detokenize,
-        output_kind=kind,
+        **{**values, **params}, logit_bias=_logit_bias(request), detokenize=detokenize, output_kind=kind
     )
 
 

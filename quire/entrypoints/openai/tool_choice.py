@@ -17,7 +17,7 @@ from typing import Any
 from quire.entrypoints.chat.call_arguments import CUSTOM_INPUT
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.chat.formats.scanning import Tools
-from quire.entrypoints.chat.tool_grammar import Calls, Function, is_enforceable
+from quire.entrypoints.chat.tool_grammar import AllowedCalls, AllowedFunction, is_enforceable
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.entrypoints.openai.chat_prompt import ChatPrompt
 from quire.entrypoints.openai.protocol.constraints import constraint_of
@@ -309,18 +309,18 @@ def tool_constraint(
     return as_tag(grammar.text_or_calls(as_format(wanted), calls), wanted)
 
 
-def _calls(request: ChatCompletionRequest, loose: Container[int], *, must_call: bool) -> Calls:
+def _calls(request: ChatCompletionRequest, loose: Container[int], *, must_call: bool) -> AllowedCalls:
     at_most_one = isinstance(request.tool_choice, dict) or not request.parallel_tool_calls
     tools = _required_tools(request) if must_call else list(enumerate(request.shown_tools))
     functions = [
         _function(tool, strict=index not in loose if must_call else tool.function.strict is True)
         for index, tool in tools
     ]
-    return Calls(functions, at_most_one)
+    return AllowedCalls(functions, at_most_one)
 
 
-def _function(tool: Tool, *, strict: bool) -> Function:
-    return Function(tool.function.name, tool.function.parameters or {}, strict, _schema_field(tool))
+def _function(tool: Tool, *, strict: bool) -> AllowedFunction:
+    return AllowedFunction(tool.function.name, tool.function.parameters or {}, strict, _schema_field(tool))
 
 
 def _schema_field(tool: Tool) -> str:

@@ -24,7 +24,7 @@ from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.chat_completions import ChatAnswerWriter
 from quire.entrypoints.openai.chat_prompt import RawTextPrompt, text_prompt
 from quire.entrypoints.openai.generation import Outputs, StreamUsage
-from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.notes import RequestNotes
 from quire.entrypoints.openai.parsing import checked
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, RequestModel
 from quire.entrypoints.openai.protocol.responses import (
@@ -46,7 +46,7 @@ STREAM_OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerDelta:
     """Increment of an answer. Each tool call has its index; pieces of one call concatenate their arguments.
 
     `is_open`, on the last piece: the reasoning or text had not ended.
@@ -76,7 +76,7 @@ class Writer(Protocol):
         """Return the events after the prompt is computed; `usage` counts it."""
         ...
 
-    def take(self, piece: Piece) -> Iterable[msgspec.Struct]: ...
+    def take(self, piece: AnswerDelta) -> Iterable[msgspec.Struct]: ...
 
     def closing(self, last: ChatChunk, stats: RequestStateStats) -> Iterable[msgspec.Struct]:
         """Return the last events; chat's last chunk has usage, timings and notes."""
@@ -199,7 +199,7 @@ async def as_chat(
     Args:
         names: chat's field names -> those of this client.
     """
-    notes: Notes = request.scope["state"]["notes"]
+    notes: RequestNotes = request.scope["state"]["notes"]
     notes.names = names
     if fields.get("stream"):
         fields = {**fields, "stream_options": STREAM_OPTIONS}
@@ -250,9 +250,9 @@ def as_object(arguments: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.format(arguments.encode() or b"{}", indent=-1))
 
 
-def _piece(choice: ChatChunkChoice, *, is_open: bool) -> Piece:
+def _piece(choice: ChatChunkChoice, *, is_open: bool) -> AnswerDelta:
     delta = choice.delta
-    return Piece(
+    return AnswerDelta(
         content="" if delta.content is UNSET else delta.content,
         reasoning="" if delta.reasoning is UNSET else delta.reasoning,
         tool_calls=[call for call in delta.tool_calls or () if isinstance(call, ToolCallMessage)],

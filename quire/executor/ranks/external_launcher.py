@@ -19,13 +19,11 @@ import torch
 
 from quire.adapters import AdapterRequest, adapter_error
 from quire.config import EngineConfig
-from quire.distributed.agreement import different_ranks
 from quire.distributed.gloo import Gloo, Heartbeats, local_address_towards, tcp_store
-from quire.distributed.group import ALONE, Group
+from quire.distributed.group import ALONE, Group, different_ranks
 from quire.errors import ConfigError, EngineError
 from quire.executor.rank_placement import memory_per_rank, num_ranks_sharing_memory, rank_config
-from quire.executor.ranks.agreement import check_ranks_agree
-from quire.executor.ranks.places import JOIN_S, with_fast_transport
+from quire.executor.ranks.places import JOIN_S, check_ranks_agree, with_fast_transport
 from quire.executor.uniproc import UniprocExecutor, select_own_device
 from quire.kv_cache.spec import KVMemory, SwapCosts
 from quire.layers.shard import Shard
@@ -37,7 +35,7 @@ STEP_TIMEOUT_S = 600.0  # A rank's program may do something else between two ste
 
 
 @dataclass(frozen=True)
-class Launch:
+class LauncherEnvironment:
     """Launcher's environment: rank numbers and meeting address."""
 
     rank: int
@@ -48,7 +46,7 @@ class Launch:
     store_is_there: bool  # The launcher serves a store at that address; else rank 0 does.
 
     @staticmethod
-    def read(environment: Mapping[str, str]) -> Launch:
+    def read(environment: Mapping[str, str]) -> LauncherEnvironment:
         """Read torchrun's variables, which other launchers use as well.
 
         Raises:
@@ -62,7 +60,7 @@ class Launch:
                 f"{', '.join(wanted)}; missing: {', '.join(missing)}"
             )
         size = _number(environment, "WORLD_SIZE", 1, 1 << 16)
-        return Launch(
+        return LauncherEnvironment(
             rank=_number(environment, "RANK", 0, size - 1),
             size=size,
             local_size=_number({"LOCAL_WORLD_SIZE": str(size), **environment}, "LOCAL_WORLD_SIZE", 1, size),
@@ -80,7 +78,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._launch = Launch.read(os.environ)
+        self._launch = LauncherEnvironment.read(os.environ)
         self._plans: Group = ALONE
         group = self._join(config)
         super().__init__(rank_config(config, self._launch.local_size), Shard.of_group(group))
@@ -113,7 +111,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
         """Load synchronously; an adapter that fails on one rank fails on all, so that plans are equal."""
         done = super().prepare_adapter(request)
         wait([done])
-        failed = self._lane.start(partial(self._ranks_where, done.exception() is not None))()
+        failed = self._queue.start(partial(self._ranks_where, done.exception() is not None))()
         if not failed or done.exception() is not None:
             return done
         elsewhere: Future[None] = Future()
@@ -126,7 +124,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
         own = super().encode_media(items, math.inf)
         failed = dict(own.failed)
         for item in items:
-            ranks = self._lane.start(partial(self._ranks_where, item.digest in own.failed))()
+            ranks = self._queue.start(partial(self._ranks_where, item.digest in own.failed))()
             if ranks and item.digest not in failed:
                 failed[item.digest] = f"rank {ranks[0]} cannot encode it; see its log"
         done = [digest for digest in own.done if digest not in failed]

@@ -21,7 +21,7 @@ import msgspec
 from quire import errors
 from quire.errors import ClientError, EngineError, QuireError, RankLostError, StartupError
 from quire.executor.ranks.rank_processes import DEATH_S, RankStarter
-from quire.executor.ranks.wire import SPIN_S, Wire
+from quire.executor.ranks.wire import SPIN_S, RankWire
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -109,7 +109,7 @@ class Ranks:
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._size = starter.size
-        self._wires: list[Wire] = []
+        self._wires: list[RankWire] = []
         self._by_fd: dict[int, int] = {}
         self._outputs: deque[ModelRunnerOutput] = deque()
         self._calls: dict[int, tuple[CallFuture, dict[int, CallReturned | CallFailed]]] = {}
@@ -120,7 +120,7 @@ class Ranks:
         self._starter = starter
         try:
             for way in starter.start():
-                wire = Wire(way)
+                wire = RankWire(way)
                 self._by_fd[wire.fileno()] = len(self._wires)
                 self._wires.append(wire)
                 self._poll.register(wire.fileno(), select.POLLIN)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank groups: a process's tensor parallel, pipeline and expert groups."""
+"""Rank groups: a process's tensor parallel, pipeline and expert groups; agreement of ranks before they start."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.config.device import ParallelConfig
-from quire.distributed.group import ALONE, Group
-from quire.distributed.hosts import HostGroups, ranks_per_host
+from quire.distributed.group import ALONE, Group, HostGroups, check_same, check_same_word, ranks_per_host
 from quire.distributed.shared_memory import share_memory
 from quire.kernels import cpu
+from quire.kernels.cpu.instruction_sets import VARIABLE, arithmetic
 from quire.layers.shard import Shard
+from quire.models.identity import model_of, options_of
 from quire.models.stages import Stage
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.distributed.gloo import Gloo, Store
+
 
 # Ranks start together and their starter detects deaths, but loading may be slow on a busy machine.
 JOIN_S = 300.0
@@ -147,3 +150,22 @@ def with_replicas(groups: RankGroups, rank: int, config: EngineConfig) -> RankGr
     answer_s = config.supervision.longest_step_s or STAGE_S
     experts = Gloo(number, size, store, join_s=JOIN_S, answer_s=answer_s)
     return replace(groups, experts=share_memory(experts, able=cpu.available(), answer_s=answer_s))
+
+
+def check_ranks_agree(group: Group, config: EngineConfig) -> None:
+    """Check that every rank has the same version, configuration and checkpoint, and the same instruction set.
+
+    Each rank samples by itself, from logits that include its own partial sums, so different rounding could give
+    different tokens.
+
+    Raises:
+        StartupError: names the difference and the ranks that differ from rank 0; for instructions, every rank's set.
+    """
+    check_same(group, {"version of quire": __version__.encode()})  # first: it defines what is compared next
+    check_same(group, options_of(config))
+    check_same(group, model_of(config))
+    if config.device.device == "cpu":
+        advice = (
+            f"set {VARIABLE} to an instruction set of all processors, and install the kernels on all hosts"
+        )
+        check_same_word(group, "instruction set", arithmetic(), advice)

@@ -29,7 +29,6 @@ with hastened_import():
     from quire import private_directories
     from quire.adapters import AdapterRequest
     from quire.config import EngineConfig
-    from quire.executor.ranks.agreement import check_ranks_agree
     from quire.executor.ranks.handles import (
         CallFailed,
         CallReturned,
@@ -39,10 +38,10 @@ with hastened_import():
         StepResult,
         ToRank,
     )
-    from quire.executor.ranks.places import JOIN_S, RankGroups, meet, with_replicas
+    from quire.executor.ranks.places import JOIN_S, RankGroups, check_ranks_agree, meet, with_replicas
     from quire.executor.ranks.rank_processes import CONFIG
     from quire.executor.ranks.ray_ranks import watch_actor
-    from quire.executor.ranks.wire import SPIN_S, Wire
+    from quire.executor.ranks.wire import SPIN_S, RankWire
     from quire.executor.uniproc import select_own_device
     from quire.kv_cache.spec import decode_kv_config, encode_specs
     from quire.logging_setup import configure_logging
@@ -63,13 +62,7 @@ class RankProcess:
     """One worker, with connections to the executor and to the other ranks."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        rank: int,
-        wire: Wire,
-        *,
-        address: str,
-        directory: Path,
+        self, config: EngineConfig, rank: int, wire: RankWire, *, address: str, directory: Path
     ) -> None:
         """`address` is this host's, as all ranks reach it; `directory` is shared by its ranks."""
         self._config, self._rank, self._size = config, rank, config.parallel.num_ranks
@@ -238,7 +231,7 @@ def main() -> int:
     configure_logging(config.observability.log_level, config.observability.log_format)
     if config.parallel.distributed_executor_backend == "ray":
         watch_actor()
-    wire = Wire(socket.socket(fileno=int(fd)))
+    wire = RankWire(socket.socket(fileno=int(fd)))
     process = RankProcess(config, int(rank), wire, address=address, directory=Path(directory))
     return process.run(sys.stdin.fileno())
 

@@ -32,7 +32,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError, StartupError
 from quire.executor.ranks.handles import CallFailed
 from quire.executor.ranks.rank_processes import LOOPBACK
-from quire.executor.ranks.wire import Wire
+from quire.executor.ranks.wire import RankWire
 from quire.logging_setup import configure_logging
 from quire.processes import GROUP_SIGNALS, start_python, why_silent
 from quire.version import install_command
@@ -109,7 +109,7 @@ class RayProcess:
         self._decoder = msgspec.msgpack.Decoder(FromRay)
         self.directory = str(private_directories.make("ray-"))
         ours, theirs = socket.socketpair()
-        self._wire = Wire(ours)
+        self._wire = RankWire(ours)
         with theirs:
             program = ["-m", module, str(theirs.fileno())]
             try:
@@ -189,12 +189,12 @@ _OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; quire stores nothing there.
 Bundle = Mapping[str, float]  # Ray resource -> amount.
 
 
-def run(serve: Callable[[PlacementRequest, Wire], None]) -> int:
+def run(serve: Callable[[PlacementRequest, RankWire], None]) -> int:
     """Serve the peer of the socket FD, the program's argument; returns the exit code."""
     configure_logging()
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    wire = Wire(socket.socket(fileno=int(sys.argv[1])))
+    wire = RankWire(socket.socket(fileno=int(sys.argv[1])))
     try:
         serve(msgspec.msgpack.decode(wire.recv(), type=PlacementRequest), wire)
     except EOFError:
@@ -205,7 +205,7 @@ def run(serve: Callable[[PlacementRequest, Wire], None]) -> int:
     return 0
 
 
-def send_message(wire: Wire, message: FromRay) -> None:
+def send_message(wire: RankWire, message: FromRay) -> None:
     """Send a message; raises EOFError if the engine is gone."""
     try:
         wire.send(msgspec.msgpack.encode(message))
@@ -214,7 +214,7 @@ def send_message(wire: Wire, message: FromRay) -> None:
 
 
 @contextmanager
-def joined(wanted: PlacementRequest, wire: Wire, num_cpus: float) -> Iterator[Cluster]:
+def joined(wanted: PlacementRequest, wire: RankWire, num_cpus: float) -> Iterator[RayCluster]:
     """Join the cluster of `RAY_ADDRESS`, or start a local one with `num_cpus` CPUs.
 
     Raises:
@@ -246,7 +246,7 @@ def joined(wanted: PlacementRequest, wire: Wire, num_cpus: float) -> Iterator[Cl
             )
             raise StartupError(f"Ray {what}: {_first_line(error)}") from error
         util: Any = ray.util
-        yield Cluster(
+        yield RayCluster(
             ray, util.get_node_ip_address() if address else LOOPBACK, wire, patience_s=wanted.patience_s
         )
     finally:
@@ -267,7 +267,7 @@ def _check_there(address: str) -> None:
         raise StartupError(f"Ray cannot be joined at {ADDRESS}={address}: {error}") from error
 
 
-class Cluster:
+class RayCluster:
     """Ray cluster, with the placement group and actors of an engine.
 
     Every call raises EOFError once the engine is gone.
@@ -279,7 +279,7 @@ class Cluster:
         patience_s: seconds to wait for room.
     """
 
-    def __init__(self, ray: Any, address: str, wire: Wire, patience_s: float) -> None:
+    def __init__(self, ray: Any, address: str, wire: RankWire, patience_s: float) -> None:
         self.address = address
         self._ray, self._wire, self._patience_s = ray, wire, patience_s
         self._group: Any = None

@@ -30,7 +30,7 @@ from quire.executor.ranks.ray_cluster import (
     run,
     send_message,
 )
-from quire.executor.ranks.wire import Wire
+from quire.executor.ranks.wire import RankWire
 from quire.logging_setup import configure_logging
 from quire.processes import STOPPED, why_silent
 
@@ -72,7 +72,7 @@ def _watch(actor: int) -> None:
         time.sleep(POLL_S)
 
 
-def place_ranks(wanted: PlacementRequest, wire: Wire) -> None:
+def place_ranks(wanted: PlacementRequest, wire: RankWire) -> None:
     """Place and start ranks, and report losses until the engine is gone (EOFError)."""
     config = EngineConfig.decoded(wanted.config)
     size, num_cpus = config.parallel.num_ranks, float(config.device.cpu_threads or 1)

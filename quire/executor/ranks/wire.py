@@ -20,7 +20,7 @@ _LENGTH = struct.Struct("!i")
 _ROOM = 1 << 16
 
 
-class Wire:
+class RankWire:
     """One end of the connection."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -90,8 +90,7 @@ class Arena:
     """Fixed-size memory for the tensors of successive steps, or of recorded graphs that never replay at once.
 
     Every graph starts at the beginning, and within a graph or step the space of a freed tensor is reused (first fit),
-    so
-    all together take as much as the largest. Untouched pages cost no memory.
+    so all together take as much as the largest. Untouched pages cost no memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -135,8 +134,7 @@ class Arena:
 
     def unreserved(self, value: Any) -> Any:
         """Return a value for a graph to keep: an arena tensor becomes one at the same address that reserves no
-        space.
-        """
+        space."""
         if not isinstance(value, Tensor):
             return value
         storage = value.untyped_storage()

@@ -11,8 +11,8 @@ from torch import Tensor
 from quire.kernels.attention_metadata import AttentionMetadata, check_features, check_last_seen
 from quire.kernels.cpu.calls import (
     NOTHING,
-    Cache,
-    Heads,
+    CacheLayout,
+    HeadLayout,
     call,
     check_array,
     check_cache,
@@ -41,12 +41,7 @@ def rotary_embedding(
 
 
 def write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    scales: Tensor | None = None,
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scales: Tensor | None = None
 ) -> None:
     op = "write_kv"
     code = dtype_code(op, "k", k)
@@ -98,7 +93,9 @@ def rotary_and_write_kv(
         raise IndexError(f"{op}: {refused} tokens are outside the {bounds} of the caches")
 
 
-def check_rotary(op: str, positions: Tensor, rotated: Mapping[str, Heads], cache: Tensor) -> tuple[int, int]:
+def check_rotary(
+    op: str, positions: Tensor, rotated: Mapping[str, HeadLayout], cache: Tensor
+) -> tuple[int, int]:
     """Check the arguments; return the shape of the cos/sin table."""
     tokens = rotated["q"].tokens
     check_index(op, "positions", positions, tokens)
@@ -139,7 +136,9 @@ def _check_scales(op: str, k_cache: Tensor, scales: Tensor | None) -> Tensor:
     return scales
 
 
-def _check_write(op: str, k: Heads, v: Heads, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Cache:
+def _check_write(
+    op: str, k: HeadLayout, v: HeadLayout, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> CacheLayout:
     if v.tokens != k.tokens or v.heads != k.heads or v.size != k.size:
         shapes = f"[{v.tokens}, {v.heads}, {v.size}] and [{k.tokens}, {k.heads}, {k.size}]"
         raise ValueError(f"{op}: v must be of k's shape; they are {shapes}")

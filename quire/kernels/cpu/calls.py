@@ -61,7 +61,7 @@ def check_array(op: str, name: str, array: Tensor, dtype: torch.dtype, shape: tu
         )
 
 
-class Heads(NamedTuple):
+class HeadLayout(NamedTuple):
     """Layout of [tokens, heads, size]."""
 
     tokens: int
@@ -71,7 +71,7 @@ class Heads(NamedTuple):
     size: int
 
 
-def check_heads(op: str, name: str, heads: Tensor, dtype: torch.dtype) -> Heads:
+def check_heads(op: str, name: str, heads: Tensor, dtype: torch.dtype) -> HeadLayout:
     """Return the layout of [tokens, heads, size] of this dtype; any strides except in the last dimension."""
     if heads.dim() != 3 or heads.dtype is not dtype or not heads.is_cpu:
         raise ValueError(
@@ -81,10 +81,10 @@ def check_heads(op: str, name: str, heads: Tensor, dtype: torch.dtype) -> Heads:
     token_stride, head_stride, stride = heads.stride()
     if stride != 1:
         raise ValueError(f"{op}: {name} must have stride 1 in its last dimension; it has {heads.stride()}")
-    return Heads(tokens, count, token_stride, head_stride, size)
+    return HeadLayout(tokens, count, token_stride, head_stride, size)
 
 
-class Cache(NamedTuple):
+class CacheLayout(NamedTuple):
     """Layout of a KV cache."""
 
     blocks: int
@@ -92,7 +92,7 @@ class Cache(NamedTuple):
     code: int
 
 
-def check_cache(op: str, k_cache: Tensor, v_cache: Tensor, heads: int, size: int) -> Cache:
+def check_cache(op: str, k_cache: Tensor, v_cache: Tensor, heads: int, size: int) -> CacheLayout:
     """Return the layout of a cache for this many key-value heads of this size."""
     dtype = k_cache.dtype
     code = CACHE_DTYPE_CODES.get(dtype)
@@ -110,7 +110,7 @@ def check_cache(op: str, k_cache: Tensor, v_cache: Tensor, heads: int, size: int
         raise ValueError(f"{op}: int8 caches hold float32 scales: a head of {size} must be in fours")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.is_cpu and v_cache.is_cpu):
         raise ValueError(f"{op}: the caches must be contiguous and on the CPU")
-    return Cache(shape[0], shape[3], code)
+    return CacheLayout(shape[0], shape[3], code)
 
 
 RecordedCall = tuple[int, bytes]
@@ -223,8 +223,7 @@ class _Lending(threading.local):
         """Place large outputs in the arena in this context, while it has space.
 
         Fresh memory costs a page fault per 4 KiB, and the C library returns large allocations as soon as they are
-        freed, which
-        took up to a sixth of a long prompt's time.
+        freed, which took up to a sixth of a long prompt's time.
         """
         before, self.arena = self.arena, arena
         try:
@@ -256,6 +255,5 @@ def _empty() -> Callable[..., Tensor]:
 
 empty = _empty()
 """`empty(like, *shape, dtype=None)`: short-lived memory of an output. With QUIRE_DEBUG_KERNELS=1 it is first filled
-with
-values that are no result, so that elements which a kernel does not write are visible.
+with values that are no result, so that elements which a kernel does not write are visible.
 """

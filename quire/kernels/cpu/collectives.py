@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives through shared memory, as functions on tensors, with all checks."""
+"""Collectives through shared memory, as functions on tensors, with all checks; between hosts through gloo."""
 
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from quire.distributed.hosts import HostGroups
+from quire.distributed.group import HostGroups
 from quire.distributed.shared_memory import SharedMemory
-from quire.kernels.cpu import host_collectives
+from quire.kernels import ops
 from quire.kernels.cpu.calls import call, check_on_cpu, describe, dtype_code, empty
+from quire.kernels.reference_collectives import tree_sum
+
+FEW = 1 << 12
+"""Element count up to which each rank reduces all elements across hosts instead of a part."""
 
 
 def all_reduce(x: Tensor, group: SharedMemory | HostGroups) -> Tensor:
     if isinstance(group, HostGroups):
-        return host_collectives.all_reduce(x, group)
+        return _reduce_over_hosts(x, group)
     code = dtype_code("all_reduce", "x", x)
     x = x.contiguous()
     out = empty(x, *x.shape)
@@ -25,7 +30,7 @@ def all_reduce(x: Tensor, group: SharedMemory | HostGroups) -> Tensor:
 
 def all_gather(x: Tensor, group: SharedMemory | HostGroups, dim: int = -1) -> Tensor:
     if isinstance(group, HostGroups):
-        return host_collectives.all_gather(x, group, dim)
+        return _gather_over_hosts(x, group, dim)
     dtype_code("all_gather", "x", x)
     shape = list(x.shape)
     if not -len(shape) <= dim < len(shape):
@@ -63,3 +68,22 @@ def _cross(name: str, tensors: tuple[Tensor, Tensor], group: SharedMemory, *numb
     lost = call(name, (*tensors, group.memory), group.rank, *numbers)
     if lost:
         raise group.loss(lost - 1)
+
+
+def _reduce_over_hosts(x: Tensor, group: HostGroups) -> Tensor:
+    """Sum within the host, reduce a part per rank across hosts, and gather the parts within the host."""
+    own = ops.all_reduce(x, group.here)
+    if own.numel() <= FEW:
+        return tree_sum(group.across.all_gather(own))
+    size, count = group.here.size, own.numel()
+    part = -(-count // size)
+    parts = pad(own.flatten(), (0, size * part - count)).view(size, part)
+    total = tree_sum(group.across.all_gather(parts[group.here.rank]))
+    return ops.all_gather(total, group.here, 0)[:count].view(own.shape)
+
+
+def _gather_over_hosts(x: Tensor, group: HostGroups, dim: int) -> Tensor:
+    """Gather across hosts the ranks of this rank's index, then within the host."""
+    across = torch.stack(group.across.all_gather(x))
+    every = ops.all_gather(across[None].contiguous(), group.here, 0)  # by index in the host, and then by host
+    return torch.cat(every.transpose(0, 1).flatten(0, 1).unbind(0), dim)

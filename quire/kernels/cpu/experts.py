@@ -13,7 +13,7 @@ from quire.kernels.cpu.elementwise import ACTIVATIONS
 from quire.kernels.cpu.linear import BLOCK_ROWS, SCRATCH, checked
 from quire.kernels.cpu.low_rank import NativeStacks, native_stacks
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
-from quire.kernels.linear import Native, PackedWeight
+from quire.kernels.linear import NativeWeight, PackedWeight
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 _MOST_EXPERTS = 4096
@@ -193,14 +193,14 @@ def _checked(of: ExpertWeights) -> NativeExperts:
     return native
 
 
-def _alike(name: str, matrices: tuple[PackedWeight, ...], count: int) -> Native:
+def _alike(name: str, matrices: tuple[PackedWeight, ...], count: int) -> NativeWeight:
     """Return the kernel arguments of the weights, which must have the same sizes and format."""
-    told = [matrix.native or checked("experts", matrix) for matrix in matrices]
-    if len(told) != count or any(
-        (each.sizes, each.format) != (told[0].sizes, told[0].format) for each in told
+    natives = [matrix.native or checked("experts", matrix) for matrix in matrices]
+    if len(natives) != count or any(
+        (each.sizes, each.format) != (natives[0].sizes, natives[0].format) for each in natives
     ):
         raise ValueError(f"experts: {name} must be {count} matrices of one shape and format")
-    return told[0]
+    return natives[0]
 
 
 def _addresses(

@@ -32,7 +32,7 @@ from quire.kernels.linear import (
     GATED,
     PANEL,
     FusedActivation,
-    Native,
+    NativeWeight,
     PackedWeight,
     RowQuantization,
     WeightScheme,
@@ -138,7 +138,7 @@ SCRATCH = _Scratch()
 """Scratch memory of all matmuls; a thread runs one at a time."""
 
 
-def checked(op: str, weight: PackedWeight) -> Native:
+def checked(op: str, weight: PackedWeight) -> NativeWeight:
     """Check a packed weight and return its kernel arguments, kept on it: a packed weight never changes."""
     kept, scheme, dtype = format_of(weight.scheme), weight.scheme, weight.data.dtype
     kept.check(op, weight)
@@ -147,7 +147,7 @@ def checked(op: str, weight: PackedWeight) -> Native:
     )
     sizes = (weight.outputs, weight.inputs, weight.halves, kept.group(scheme, dtype), scales, zeros)
     padded = kept.padded(scheme, dtype, weight.inputs)
-    native = Native(_tensors(weight), sizes, (int(scheme.fast), kept.code(dtype)), padded)
+    native = NativeWeight(_tensors(weight), sizes, (int(scheme.fast), kept.code(dtype)), padded)
     object.__setattr__(weight, "native", native)
     return native
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from quire.kernels.cpu.calls import call, check_array, check_on_cpu, describe, dtype_code
 from quire.kernels.cpu.library import CACHE_DTYPE_CODES
 from quire.kernels.cpu.linear import SCRATCH
-from quire.kernels.cpu.signatures import LOW_RANK_LINEAR
 from quire.kernels.low_rank import LowRankStacks
 
 
@@ -42,7 +41,7 @@ def low_rank_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LowR
     check_array("low_rank_linear", "adapter_rows", adapter_rows, torch.int32, (rows,))
     scratch = SCRATCH.of(native.scratch(rows))
     tensors = (out, x.float().contiguous(), adapter_rows, native.table, scratch)
-    refused = call(LOW_RANK_LINEAR, tensors, scratch.nbytes, rows)
+    refused = call("low_rank_linear", tensors, scratch.nbytes, rows)
     if refused:
         raise IndexError(
             f"low_rank_linear: the adapters of {refused} rows are outside the {native.slots} slots"

@@ -50,7 +50,7 @@ class RecordedGraph:
     def __init__(self, parts: Sequence[Part], result: Tensor, arena: Arena) -> None:
         self.result = result
         self._arena = arena
-        self._parts = [Run(part) if isinstance(part, list) else part for part in parts]
+        self._parts = [KernelRun(part) if isinstance(part, list) else part for part in parts]
 
     def replay(self) -> bool:
         """Replay; False if a kernel refused its input, and later parts were not run."""
@@ -84,7 +84,7 @@ class _Timing(threading.local):
 timing = _Timing()
 
 
-class Run:
+class KernelRun:
     """Kernel calls without Python between them."""
 
     def __init__(self, calls: Sequence[RecordedCall]) -> None:
@@ -140,7 +140,7 @@ def record(function: Callable[[], Tensor], arena: Arena) -> RecordedGraph:
             allocate; it was not run to its end.
         ArenaFullError: it needs more memory than the arena has; as above.
     """
-    recorder = Recorder(arena)
+    recorder = GraphRecorder(arena)
     arena.begin()
     with recording.into(recorder.add), recorder:
         result = function()
@@ -197,7 +197,7 @@ def _makes_tensors_of_tensors(func: Any) -> bool:
     return all(isinstance(made.real_type, torch.TensorType) for made in func._schema.returns)
 
 
-class Recorder(DispatchMode):
+class GraphRecorder(DispatchMode):
     """Mode that allocates new tensors in an arena, allows views, and refuses what may depend on the step."""
 
     def __init__(self, arena: Arena) -> None:

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-LOW_RANK_LINEAR = "lora_linear"
-"""Symbol of the kernel behind `ops.low_rank_linear`."""
-
 SIGNATURES: dict[str, tuple[str, str]] = {
     "rms_norm": ("out x weight", "qqqqqdqq"),
     "fused_add_rms_norm": ("out total x residual weight", "qqdqq"),
@@ -16,7 +13,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "pack_weight": ("data scales zeros weight", "qqqqqqqq"),
     "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqqqq"),
     "rounded_linear": ("out x data scales code_sums bias scratch", "qqqqqqqqddddq"),
-    LOW_RANK_LINEAR: ("out x adapter_rows adapters scratch", "qq"),
+    "low_rank_linear": ("out x adapter_rows adapters scratch", "qq"),
     "experts": ("out x chosen weights table adapter_rows adapters scratch", "qqqqqqqqqqqqqqqqqqq"),
     "add_choices": ("out rows chosen weights", "qqq"),
     "route": ("chosen weights logits bias", "qqqqqqqqddq"),

@@ -23,7 +23,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from quire.kernels.cpu.arena import Arena
 from quire.kernels.cpu.calls import RecordedCall, recording
-from quire.kernels.cpu.recorded_graph import Computation, Recorder, RecordingError, Run, may_be_recorded
+from quire.kernels.cpu.recorded_graph import (
+    Computation,
+    GraphRecorder,
+    KernelRun,
+    RecordingError,
+    may_be_recorded,
+)
 from quire.kernels.dispatch_mode import DispatchMode
 
 
@@ -98,8 +104,7 @@ def record_sized(function: Callable[[StepSize], Tensor], largest: StepSize, aren
 
     Raises:
         RecordingError: it does something that cannot be recorded, or its calls for one size do not follow from those
-            for
-            others.
+            for others.
         ArenaFullError: the largest step needs more memory than the arena has.
     """
     first = _Dry(arena, [])
@@ -209,7 +214,7 @@ def _opened(sizes: Sequence[StepSize], parts: Sequence[_Calls | _Between]) -> _P
 
 class _OpenRun:
     def __init__(self, calls: _Calls, growth: _Growth) -> None:
-        self._run, self._growth = Run(calls), growth
+        self._run, self._growth = KernelRun(calls), growth
 
     def of(self, size: StepSize) -> Computation:
         self._run.numbers[self._growth.places] = self._growth.of(size)
@@ -239,7 +244,7 @@ def _with_numbers(leaf: Any, numbers: Iterator[int]) -> Any:
     return next(numbers) if type(leaf) is int else leaf
 
 
-class _Dry(Recorder):
+class _Dry(GraphRecorder):
     """Recorder that runs no kernels, and torch computations only for their shapes.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from quire.kernels.cpu import library
 from quire.kernels.cpu.elementwise import ACTIVATIONS
 from quire.kernels.formats import STREAM_CODES
-from quire.kernels.formats.scaling import BLOCK
+from quire.kernels.formats.base import BLOCK
 from quire.kernels.linear import GATED
 
 _BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4, 5: 8} | dict.fromkeys(range(6, 10), 4)

@@ -7,11 +7,10 @@ new format defines its numbers here, in panels, in rows or in both; it is then p
 
 from collections.abc import Mapping
 
-from quire.kernels.formats.base import Format, Numbers, whole_chunks
+from quire.kernels.formats.base import STREAM_CODES, BlockScales, Format, Numbers, whole_chunks
 from quire.kernels.formats.books import BOOKS
 from quire.kernels.formats.floats import FLOAT_CODES, FP8_MAX, FloatFormat, Fp8Format
 from quire.kernels.formats.integers import Int4Format, Int8Format
-from quire.kernels.formats.scaling import STREAM_CODES, BlockScales
 from quire.kernels.linear import WeightScheme
 
 __all__ = [

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.formats.base import Format, Numbers, Part, finite_or_nan, usable
+from quire.kernels.formats.base import Format, Numbers, PackedPart, finite_or_nan, usable
 from quire.kernels.formats.grouped import GroupedFormat
 from quire.kernels.formats.integers import in_groups
 from quire.kernels.linear import PAIR, PANEL, PackedWeight, WeightScheme, to_panels
@@ -29,10 +29,12 @@ class FloatFormat(Format):
         unit = self.group(scheme, dtype)
         return -(-inputs // unit) * unit
 
-    def parts(self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int) -> tuple[Part, ...]:
+    def parts(
+        self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int
+    ) -> tuple[PackedPart, ...]:
         padded = self.padded(scheme, dtype, inputs)
         shape = (panels, padded // PAIR, PANEL, PAIR) if dtype is torch.bfloat16 else (panels, padded, PANEL)
-        return (Part(shape, dtype if dtype in FLOAT_CODES else torch.float32),)
+        return (PackedPart(shape, dtype if dtype in FLOAT_CODES else torch.float32),)
 
     def quantized(self, rows: Tensor, scheme: WeightScheme) -> Numbers:
         return Numbers(rows)

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common base of formats with a scale per output and group of k."""
+"""Common base of formats with a scale per output and group of k, and 4-bit codes in words, the layout of GPUs.
+
+A word of 32 bits has eight codes of an output. A step of 256 k of an output is 32 adjacent words, one cache line; 16
+bytes of them are 32 codes. The k of a step are eight consecutive planes of 32, and a word has one code of each. So one
+shift of 32 neighbouring words yields the codes of 32 neighbouring k, and no lane needs another lane's words. Plane p
+starts at bit 4 * (p // 2) + 16 * (p % 2): two planes align with the 16-bit halves of a word.
+"""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -8,17 +14,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.formats.base import Format, Numbers, Part
-from quire.kernels.formats.scaling import (
+from quire.kernels.formats.base import (
     BLOCK,
     STREAM_CODES,
     BlockScales,
+    Format,
+    Numbers,
+    PackedPart,
     from_stream,
     stream_shape,
     to_stream,
 )
-from quire.kernels.formats.words import WORD_INPUTS, from_words, to_words
 from quire.kernels.linear import PANEL, QUAD, PackedWeight, WeightScheme, to_panels
+
+WORDS = 32
+"""Words in a step, and values of k in a plane."""
+PLANES = 8
+WORD_INPUTS = PLANES * WORDS
+"""Values of k in a step."""
+_PLANES_OF_BYTES = ((0, 2), (4, 6), (1, 3), (5, 7))
+"""Planes in the low and in the high half of each byte of a word."""
+
+
+def to_words(codes: Tensor) -> Tensor:
+    """Pack uint8 [N, K], K a multiple of `WORD_INPUTS`, into int32 [N, K / 8]."""
+    planes = torch.unflatten(codes, 1, (-1, PLANES, WORDS))
+    packed = [planes[:, :, low] | planes[:, :, high] << 4 for low, high in _PLANES_OF_BYTES]
+    return torch.stack(packed, -1).view(torch.int32).flatten(1)
+
+
+def from_words(words: Tensor) -> Tensor:
+    """Invert `to_words`."""
+    packed = torch.unflatten(words.view(torch.uint8), 1, (-1, WORDS, 4))
+    planes = [packed[..., 0]] * PLANES
+    for byte, (low, high) in enumerate(_PLANES_OF_BYTES):
+        planes[low], planes[high] = packed[..., byte] & 15, packed[..., byte] >> 4
+    return torch.stack(planes, 2).flatten(1)
 
 
 class GroupedFormat(Format):
@@ -74,10 +105,12 @@ class GroupedFormat(Format):
     def group_in_rows(self, scheme: WeightScheme) -> int:
         return scheme.group_size or (WORD_INPUTS if self.per_byte == 2 else 0)
 
-    def parts(self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int) -> tuple[Part, ...]:
+    def parts(
+        self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int
+    ) -> tuple[PackedPart, ...]:
         return self._parts(scheme, panels, inputs, self.streams(scheme))
 
-    def expected(self, op: str, weight: PackedWeight, panels: int) -> tuple[Part, ...]:
+    def expected(self, op: str, weight: PackedWeight, panels: int) -> tuple[PackedPart, ...]:
         streams = [part.dtype for part in (weight.scales, weight.zeros) if part is not None]
         known = all(dtype in STREAM_CODES for dtype in streams) and torch.uint8 not in streams[:1]
         if not known or (torch.int8 in streams and not weight.scheme.group_size):
@@ -87,11 +120,13 @@ class GroupedFormat(Format):
 
     def _parts(
         self, scheme: WeightScheme, panels: int, inputs: int, streams: Sequence[torch.dtype]
-    ) -> tuple[Part, ...]:
+    ) -> tuple[PackedPart, ...]:
         padded = self.padded(scheme, torch.uint8, inputs)
         group = scheme.group_size or padded
-        data = Part((panels, padded // (self.per_byte * QUAD), PANEL, QUAD), torch.uint8)
-        return data, *(Part(stream_shape(each, panels, padded // group, group), each) for each in streams)
+        data = PackedPart((panels, padded // (self.per_byte * QUAD), PANEL, QUAD), torch.uint8)
+        return data, *(
+            PackedPart(stream_shape(each, panels, padded // group, group), each) for each in streams
+        )
 
     def to_panels(self, numbers: Numbers, scheme: WeightScheme, halves: int) -> tuple[Tensor | None, ...]:
         self._check(numbers, scheme)

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.formats.base import Numbers, finite_or_nan
-from quire.kernels.formats.scaling import BLOCK, BlockScales, from_stream
+from quire.kernels.formats.base import BLOCK, BlockScales, Numbers, finite_or_nan, from_stream
 from quire.kernels.formats.search import ordered_sum
 from quire.kernels.linear import PackedWeight
 

@@ -173,9 +173,8 @@ def attend(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
 ) -> Tensor:
-    """Launch requests with one query in the first shape, others in the second; only launches that the batch may
-    need.
-    """
+    """Launch requests with one query in the first shape, others in the second; only launches that the batch
+    may need."""
     check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks, relative_bias)
     check_last_seen(metadata, len(q), attention_chunk)
     only_decodes, num_requests = is_decode(q, metadata), len(metadata.seq_lens)

@@ -74,9 +74,8 @@ def _parts(
     """Return the start of the parts of a sequence with one query, the keys in each, and the number of parts.
 
     EVEN parts divide the visible keys equally: FEW_PARTS for a short sequence, then as many as there are `part_tokens`,
-    at
-    most `most_parts`. Others start at multiples of `part_tokens`. Only the sequence's own length matters, so a captured
-    launch serves any lengths.
+    at most `most_parts`. Others start at multiples of `part_tokens`. Only the sequence's own length matters, so a
+    captured launch serves any lengths.
     """
     first = 0
     if EVEN:

@@ -19,8 +19,7 @@ TILE = 256
 
 class StagedStep(NamedTuple):
     """Upload of a step: R rows, R first positions, R + 1 query starts, and for N samples the request and the token that
-    they
-    follow; then other data.
+    they follow; then other data.
     """
 
     numbers: Tensor
@@ -184,3 +183,27 @@ def keep_sampled(token_rows: Tensor, codes: Tensor, step: StagedStep) -> None:
             token_rows.stride(0),
             TILE=TILE,
         )
+
+
+COPY_TILE = 1024
+
+
+@triton.jit
+def _copy(target, source, pairs, block_size, TILE: tl.constexpr):
+    pair = tl.program_id(0).to(tl.int64)
+    offset = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = offset < block_size
+    origin, destination = tl.load(pairs + 2 * pair), tl.load(pairs + 2 * pair + 1)
+    value = tl.load(source + origin * block_size + offset, mask=inside)
+    tl.store(target + destination * block_size + offset, value, mask=inside)
+
+
+def copy_blocks(target: Tensor, source: Tensor, pairs: Tensor) -> None:
+    """target[pairs[i, 1]] = source[pairs[i, 0]] for all i: both [blocks, ...] contiguous, pairs [N, 2] int64.
+
+    Source blocks are not among the targets. `source` or `target` may be pinned host memory that the device can address.
+    """
+    if len(pairs):
+        block_size = target[0].numel()
+        grid = (len(pairs), triton.cdiv(block_size, COPY_TILE))
+        _copy[grid](target.view(-1), source.view(-1), pairs, block_size, TILE=COPY_TILE)

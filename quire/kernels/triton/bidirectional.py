@@ -32,8 +32,7 @@ def _tile(
     """Return scores as exponents of 2 [M, N], and the values [N, D].
 
     MASKED, unless all keys exist and are visible to every query: scores are -inf for invisible keys. PADDED heads have
-    fewer
-    dimensions than tiles.
+    fewer dimensions than tiles.
     """
     known = key_position < length
     token = key_position.to(tl.int64)

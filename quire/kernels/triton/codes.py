@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding of 4-bit and 8-bit codes to floats, formats with their own matmul, and dequantization of whole weights.
 
-4-bit codes in words (`formats.words`) are multiplied in registers. A program reads a step of its outputs' words, 16
+4-bit codes in words (`formats.grouped`) are multiplied in registers. A program reads a step of its outputs' words, 16
 bytes a lane, and extracts the planes one by one: a plane is a tile of 32 k, multiplied with the same k of the
 activations. Integers with a scale per group are multiplied as they are, exact in 16 bits, and sums of a group are
 scaled; other codes are decoded and rounded to the activations' dtype. Weights are the rows of the matmul, so that few
 activation rows also fill the tensor cores, which read weights from registers.
 
 Invariant: decoding to float32 is exact, and the caller rounds once. k is processed in order; its tiling follows from
-the
-format.
+the format.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from quire.kernels.formats import format_of
 from quire.kernels.formats.books import BookFormat
-from quire.kernels.formats.words import PLANES, WORD_INPUTS, WORDS
+from quire.kernels.formats.grouped import PLANES, WORD_INPUTS, WORDS
 from quire.kernels.linear import PackedWeight
 from quire.kernels.triton.launch import in_pairs
 from quire.kernels.triton.primitives import BFLOAT16_BASE, FLOAT16_BASE, nibbles_less, split_words

@@ -4,8 +4,7 @@
 B. Zhang and R. Sennrich, "Root mean square layer normalization" (2019); J. Ba et al., "Layer normalization" (2016).
 
 Invariant: a row is reduced by one program in a tree that depends on its length alone. An activation's bits depend on
-its
-one or two inputs alone, and a row's scale on the row.
+its one or two inputs alone, and a row's scale on the row.
 """
 
 from __future__ import annotations

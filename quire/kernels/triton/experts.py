@@ -151,8 +151,7 @@ def _tile(chosen, order, starts, count, BLOCK_M: tl.constexpr, BY_CHOICE: tl.con
     """Return this program's expert and the range of sorted choices that it may compute.
 
     BY_CHOICE: one program per choice, which owns its tile or exits, with few reads. Else each expert has one tile more
-    than
-    it may need, and a search finds a tile's expert.
+    than it may need, and a search finds a tile's expert.
     """
     tile = tl.program_id(0)
     if BY_CHOICE:

@@ -6,8 +6,7 @@ other codes are decoded to floats first. Many rows are multiplied by the vendor'
 once. Floats are packed, unchanged, for batch-invariant matmuls only.
 
 Invariant: parts of a split k are added in order, by the last program. If a scheme is invariant, tiles and parts depend
-on
-the weight alone, and nothing on the batch.
+on the weight alone, and nothing on the batch.
 """
 
 from __future__ import annotations
@@ -68,9 +67,8 @@ def tile_of(weight: PackedWeight, rows: int, dtype: torch.dtype) -> Tile:
 
 
 def _tile_of_words(weight: PackedWeight, rows: int) -> Tile:
-    """Return the tile for int4. Sums of small groups stall so often that several small programs outperform a large
-    one.
-    """
+    """Return the tile for int4. Sums of small groups stall so often that several small programs outperform a
+    large one."""
     if rows <= 16:
         return Tile(16, 64, STEP.value, programs=2 * PROGRAMS)
     small_groups, wide = code_options(weight)["GROUP"] < 128, weight.outputs >= MANY_OUTPUTS

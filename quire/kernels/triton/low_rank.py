@@ -2,10 +2,8 @@
 """Low-rank adapters (E. Hu et al., 2021, arXiv:2106.09685): each row's own adapter added to a linear layer's output.
 
 A program has a tile of adjacent rows and one slot, and exits if no row has that slot: so rows that share an adapter
-read
-it once, and a launch depends on no data. The first launch shrinks, x @ a, with k in several parts; the second adds
-these
-in order and expands.
+read it once, and a launch depends on no data. The first launch shrinks, x @ a, with k in several parts; the second adds
+these in order and expands.
 
 Invariant: tiles and parts depend on the weight alone, and a row uses its own adapter only, so its bits do not depend on
 the batch.

@@ -4,8 +4,7 @@
 Used where each row, or each head, has its own weight: experts and per-head linear layers.
 
 Invariant: k is processed in order, in steps that follow from the format alone; so if tiles do not depend on the batch,
-no
-bit does.
+no bit does.
 """
 
 from __future__ import annotations
@@ -18,14 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.linear import PackedWeight, QuantizedRows
-from quire.kernels.triton.codes import (
-    STEP,
-    code_tile,
-    has_own_matmul,
-    in_words,
-    matmul_options,
-    nibble_tile,
-)
+from quire.kernels.triton.codes import STEP, code_tile, has_own_matmul, in_words, matmul_options, nibble_tile
 from quire.kernels.triton.quantize import PRECISE, quantize_rows
 
 BLOCK_M, BLOCK_N = 64, 128

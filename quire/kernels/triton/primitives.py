@@ -17,8 +17,7 @@ generates twice as many instructions, which take longer than reading the weights
 
 Invariant: keys are all different, and counts and masses are integers (steps of 2**-40 of the first token's mass), so
 nothing depends on the order of counting, collecting and adding. Split-k parts follow from the weight and the tile
-alone,
-and the last program adds them in order. Decoding is exact, so it has the bits of the plain method.
+alone, and the last program adds them in order. Decoding is exact, so it has the bits of the plain method.
 """
 
 from __future__ import annotations
@@ -258,8 +257,7 @@ def load_span(span):
 @triton.jit
 def _bucket_of(value, span):
     """Return the bucket of candidate values; others get the first one. A higher logit's bucket is never after a lower
-    one's,
-    despite rounding.
+    one's, despite rounding.
     """
     largest, _, bound, per_logit = span
     value = tl.where(value >= bound, value, largest)

@@ -2,8 +2,7 @@
 """Quantization of activation rows to E4M3, each with a scale, alone or fused, and FP8 linear layers (W8A8).
 
 P. Micikevicius et al., "FP8 formats for deep learning" (2022). Activations have a scale per token, weights one per
-output
-or one per tensor; matmuls run here or in the vendor's library.
+output or one per tensor; matmuls run here or in the vendor's library.
 
 Invariant: a row's scale depends on that row alone, and a fused quantization has the bits of storing the row in the
 activations' dtype and quantizing it afterwards. The tile of `fp8_linear`, and the parts of a split k, follow from the
@@ -95,8 +94,7 @@ def fp8_linear(x: QuantizedRows, weight: PackedWeight, bias: Tensor | None, dtyp
 
 def vendor_takes(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
     """Return whether the vendor's scaled GEMM is faster and supports the shape, for a result no more precise than
-    bfloat16,
-    its output with per-row scales.
+    bfloat16, its output with per-row scales.
 
     With few enough rows to fill one tile here it is slower on an H100, and it refuses deep weights with a bias.
     """

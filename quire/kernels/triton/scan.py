@@ -4,11 +4,9 @@
 A. Gu and T. Dao, "Mamba" (2023, arXiv:2312.00752); T. Dao and A. Gu, "Transformers are SSMs" (2024, arXiv:2405.21060).
 
 Invariant: tokens are processed one after the other, and never in chunks, whose sums would depend on where they begin;
-so
-no bit depends on prompt chunking, or on the batch. These kernels and their oracle, `quire.kernels.reference_scan`, read
-a
-table of states in the same way. A block outside the cache is neither read nor written. No program overwrites state that
-another program reads.
+so no bit depends on prompt chunking, or on the batch. These kernels and their oracle, `quire.kernels.reference_scan`,
+read a table of states in the same way. A block outside the cache is neither read nor written. No program overwrites
+state that another program reads.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ COLUMNS = 128
 @triton.jit
 def state_rows(starts, lengths, kept_lens, tables, table_width, request, num_blocks, PAGE: tl.constexpr):
     """Return a request's rows [first, last), the tokens before them, the tokens before its last written state, its
-    table,
-    and the block of the state before its rows; 0: it starts here. A request of length 0 has no rows.
+    table, and the block of the state before its rows; 0: it starts here. A request of length 0 has no rows.
     """
     first, last, end = tl.load(starts + request), tl.load(starts + request + 1), tl.load(lengths + request)
     last = tl.where(end > 0, last, first)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs of quantized weights: tensors in the checkpoint, their sharding, and their decoding.
+"""Codecs of quantized weights: tensors in the checkpoint, their sharding, and their decoding; and the table of codecs.
 
 Invariant: a codec handles one module's weight [N, K] and no layer. `Encoded` slices only by the axes stated here, so
 the same few lines read whole layers, merged layers and ranks' shards.
@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from quire.config.encoding import Encoding
 from quire.kernels.formats import BlockScales, Numbers, format_of
 from quire.kernels.formats.grouped import GroupedFormat
 from quire.kernels.linear import WeightScheme
 from quire.layers.slot import FLOATS
+from quire.plugins import PluginTable, subclass_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +208,68 @@ class Floats(Codec):
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
         return tensors["weight"]
+
+
+@dataclass(frozen=True)
+class Alternate(Codec):
+    """Outputs `half`, `half` + 2 and so on of the matrix that `both` decodes from all of the module's tensors."""
+
+    both: Codec
+    half: int
+    cuts = False
+
+    @property
+    def input_unit(self) -> int:
+        return self.both.input_unit
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return self.both.scheme(num_inputs, present)
+
+    def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        return self.both.tensors(2 * num_outputs, num_inputs)
+
+    def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
+        decoded, own = self.both.decoded(tensors), slice(self.half, None, 2)
+        if isinstance(decoded, Tensor):
+            return decoded[own]
+        data, *streams = decoded.numbers
+        cut = (each[own] if isinstance(each, Tensor) else each for each in streams)
+        return replace(decoded, numbers=Numbers(data[own], *cut))
+
+
+_HERE = "quire.layers.quantized"
+
+CODECS: PluginTable[type[Codec]] = PluginTable(
+    "quire.codecs",
+    "an encoding of a checkpoint's weights",
+    {
+        "floats": f"{_HERE}.codec:Floats",
+        "gptq": f"{_HERE}.gptq:Gptq",
+        "ggml": f"{_HERE}.ggml:Ggml",
+        "awq": f"{_HERE}.gptq:Awq",
+        "int8": f"{_HERE}.integers:Int8Codec",
+        "packed_integers": f"{_HERE}.integers:PackedIntegers",
+        "fp8": f"{_HERE}.floats:Fp8Codec",
+        "mxfp4_blocks": f"{_HERE}.floats:Mxfp4Blocks",
+        "mxfp4": f"{_HERE}.floats:Mxfp4",
+        "nvfp4": f"{_HERE}.floats:Nvfp4",
+        "bnb_int8": f"{_HERE}.bitsandbytes:BnbInt8",
+        "bnb_4bit": f"{_HERE}.bitsandbytes:Bnb4",
+        "hqq": f"{_HERE}.hqq:Hqq",
+        "torchao": f"{_HERE}.torchao:TorchAo",
+        "torchao_int4": f"{_HERE}.torchao:TorchAoInt4",
+        "torchao_int4_tiles": f"{_HERE}.torchao:TorchAoInt4Tiles",
+    },
+    subclass_of(Codec),
+)
+
+
+def codec_of(encoding: Encoding) -> Codec:
+    """Return the codec of an encoding.
+
+    Raises:
+        ConfigError: there is none of its kind.
+    """
+    kind: Any = CODECS.resolve(encoding.kind)
+    codec: Codec = kind(**encoding.options)
+    return codec

@@ -12,9 +12,17 @@ import torch
 from torch import Tensor
 
 from quire.kernels.linear import WeightScheme
-from quire.layers.quantized.bits import unpacked, words_of
 from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs, scheme_of
-from quire.layers.quantized.integers import by_group, group_indices, in_turn, kind_of, reordered, unsigned
+from quire.layers.quantized.integers import (
+    by_group,
+    group_indices,
+    in_turn,
+    kind_of,
+    reordered,
+    unpacked,
+    unsigned,
+    words_of,
+)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.linear import WeightScheme
-from quire.layers.quantized.bits import unpacked
 from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, every, inputs, outputs, scheme_of
-from quire.layers.quantized.integers import with_sign
+from quire.layers.quantized.integers import unpacked, with_sign
 
 _MIDDLE = 8
 """4-bit integer that represents the zero point, which is a float."""

@@ -153,10 +153,7 @@ _TRINITY_NAMES = CheckpointNames(
         "post_feedforward_layernorm": "post_mlp_layernorm",
         "gate": "router.gate",
     },
-    {
-        "qkv_proj": ("q_proj", "k_proj", "v_proj", "gate_proj"),
-        "gate_up_proj": ("gate_proj", "up_proj"),
-    },
+    {"qkv_proj": ("q_proj", "k_proj", "v_proj", "gate_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
 )
 
 
@@ -183,11 +180,7 @@ def read_glm4_moe(architecture: str, config: JsonObject) -> ModelArch:
 def read_solar_open(architecture: str, config: JsonObject) -> ModelArch:
     """Solar Open (Upstage, 2026, arXiv:2601.07022): DeepSeek-V3's routing in every layer."""
     experts = read_deepseek_experts(
-        config.with_values(first_k_dense_replace=0),
-        default_top_k=8,
-        first=0,
-        shared=1,
-        normalized=True,
+        config.with_values(first_k_dense_replace=0), default_top_k=8, first=0, shared=1, normalized=True
     )
     return read_llama(
         architecture,

@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of config.json that several families read alike.
 
-Invariant: each function here is used by at least two families; the fields of a single family are in its file.
+Invariant: each function here is used by at least two families; the fields of a single family are in its file. The
+registry reads `is_causal` for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 from quire.config.arch import ModelArch
 from quire.models.generation_config import token_ids
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import FULL, SLIDING, read_rope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from quire.config.arch import ModelArch
+    from quire.models.json_object import JsonObject
+
+    Reader = Callable[[str, JsonObject], ModelArch]
+
 
 DTYPES = ("float32", "float16", "bfloat16")
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh")
@@ -201,3 +213,22 @@ def full_layers(windows: dict[str, Any]) -> tuple[int, ...]:
 def _dtype(config: JsonObject) -> str:
     key = "dtype" if "dtype" in config else "torch_dtype"
     return config.choice(key, DTYPES, "float32")
+
+
+def with_bidirectional(reader: Reader) -> Reader:
+    """Return a family's reader that also reads `is_causal`, as decoders fine-tuned as encoders have it.
+
+    It is refused with windows, whose bidirectional width is undefined. Sources: LLM2Vec (BehnamGhader et al., 2024,
+    arXiv:2404.05961), GTE (Li et al., 2023, arXiv:2308.03281).
+    """
+
+    @wraps(reader)
+    def read(architecture: str, config: JsonObject) -> ModelArch:
+        arch = reader(architecture, config)
+        if config.flag("is_causal", True):
+            return arch
+        if arch.sliding_window is not None:
+            config.refuse("is_causal", "true where layers have windows")
+        return replace(arch, bidirectional=True)
+
+    return read

@@ -33,11 +33,7 @@ from quire.models.families.fields import (
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import FULL, SLIDING, read_rope, with_kind_renamed
 
-_BLOOM_KEYS = {
-    "hidden_size": "n_embed",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-}
+_BLOOM_KEYS = {"hidden_size": "n_embed", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 _BLOOM_NAMES = {
     "model": "transformer",
     "embed_tokens": "word_embeddings",
@@ -568,9 +564,8 @@ def read_starcoder2(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def read_nemotron(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
-    """Nemotron 3 and 4, Minitron (Parmar et al., 2024, arXiv:2402.16819): squared ReLU, norm weights stored minus
-    one.
-    """
+    """Nemotron 3 and 4, Minitron (Parmar et al., 2024, arXiv:2402.16819): squared ReLU, norm weights stored
+    minus one."""
     head_dim = read_head_dim(config, config.integer("num_attention_heads", high=MAX_HEADS))
     return read_llama(
         architecture,

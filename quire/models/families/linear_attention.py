@@ -22,12 +22,7 @@ from quire.config.arch import (
     ShortConvArch,
 )
 from quire.models.families.deepseek import attention_scale, read_latent_sizes
-from quire.models.families.experts import (
-    MIXTRAL_NAMES,
-    all_layers,
-    read_deepseek_experts,
-    read_experts,
-)
+from quire.models.families.experts import MIXTRAL_NAMES, all_layers, read_deepseek_experts, read_experts
 from quire.models.families.fields import (
     MAX_EXPERTS,
     MAX_HEADS,
@@ -182,11 +177,7 @@ _KINDS = {FULL: FULL, "linear_attention": "lightning"}
 _SCALES = {FULL: "full_attn", "lightning": "linear_attn", "mlp": "mlp"}
 _PUBLISHED_SCALES = {
     f"{ours}_{kind}_factor": f"layernorm_{theirs}_{kind}"
-    for ours, theirs in (
-        ("full_attn", "full_attention"),
-        ("linear_attn", "linear_attention"),
-        ("mlp", "mlp"),
-    )
+    for ours, theirs in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
     for kind in ("alpha", "beta")
 }
 _MINIMAX_NAMES = replace(

@@ -40,8 +40,7 @@ def read_baichuan(architecture: str, config: JsonObject) -> ModelArch:
     """Baichuan: 7B is Llama with merged q, k and v, 13B has ALiBi; series 2 normalizes the head's rows.
 
     Only the first 7B is named BaiChuan. The width distinguishes the second 7B from the 13Bs, and the vocabulary series
-    2
-    from 1.
+    2 from 1.
     """
     config = either(config, {"max_position_embeddings": "model_max_length"})
     head_dim = read_head_dim(config, config.integer("num_attention_heads"))
@@ -332,10 +331,7 @@ def read_apertus(architecture: str, config: JsonObject) -> ModelArch:
     """Apertus (2025, arXiv:2509.14233): xIELU in an MLP without a gate, norms of q and k."""
     config.only("post_norm", False)
     config.only("qk_norm", True)
-    renamed = {
-        "input_layernorm": "attention_layernorm",
-        "post_attention_layernorm": "feedforward_layernorm",
-    }
+    renamed = {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}
     return read_llama(
         architecture,
         config,

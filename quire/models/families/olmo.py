@@ -45,8 +45,7 @@ def read_hunyuan(
 
 def _with_theta(config: JsonObject, head_dim: int) -> JsonObject:
     """Return the config with `alpha` applied to the rotary base, by the exponent of NTK-aware scaling, at any
-    length.
-    """
+    length."""
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     rope = config.child(key)
     alpha = rope.optional_number("alpha", low=1e-6, high=1e9)

@@ -25,10 +25,7 @@ from quire.models.json_object import JsonObject
 from quire.models.rope_config import FULL, read_rope
 
 _KINDS = {FULL: FULL, "linear_attention": "gated_delta"}
-_MERGED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj", "q_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
+_MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj", "q_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _APART = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),

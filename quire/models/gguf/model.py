@@ -124,8 +124,7 @@ class GgufModel:
 
     Raises:
         ModelLoadError: as `GgufFile` and `part_paths`; a tensor is in two files; the declared number of files or
-            tensors
-            is wrong.
+            tensors is wrong.
     """
 
     def __init__(self, path: Path) -> None:

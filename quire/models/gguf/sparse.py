@@ -148,9 +148,8 @@ def phimoe(model: GgufModel) -> Config:
 
 
 def afmoe(model: GgufModel) -> Config:
-    """Trinity as in llama.cpp: every fourth layer has no window, and embeddings are scaled by the root of their
-    size.
-    """
+    """Trinity as in llama.cpp: every fourth layer has no window, and embeddings are scaled by the root of
+    their size."""
     model.own.only("expert_gating_func", SIGMOID)
     keys = {
         **EXPERTS,

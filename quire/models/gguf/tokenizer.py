@@ -52,12 +52,7 @@ def _cl100k(digits: str, letters: str = r"\p{L}") -> str:
 
 
 def _o200k(
-    digits: str,
-    contractions: str = "",
-    *,
-    upper: str = _UPPER,
-    lower: str = _LOWER,
-    symbols: str = _SYMBOLS,
+    digits: str, contractions: str = "", *, upper: str = _UPPER, lower: str = _LOWER, symbols: str = _SYMBOLS
 ) -> str:
     """Return o200k's expression, which also splits where lower case ends."""
     words = f"{_BEFORE_WORD}{upper}*{lower}+{contractions}|{_BEFORE_WORD}{upper}+{lower}*{contractions}"

@@ -73,10 +73,7 @@ def read_awq(config: JsonObject) -> CheckpointQuantization:
         raise config.unsupported(layout, "gemm")
     encoding = Encoding(
         "awq",
-        {
-            "group_size": group_size(config, "group_size"),
-            "zero_points": config.flag("zero_point", True),
-        },
+        {"group_size": group_size(config, "group_size"), "zero_points": config.flag("zero_point", True)},
     )
     rules = skipping(config, "modules_to_not_convert")
     return CheckpointQuantization("awq", (*rules, *all_but_head(encoding)))

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of a checkpoint's quantization config, by a table of methods.
+"""Reader of a checkpoint's quantization config, by a table of methods, and of the form that its experts are stored in.
 
-Invariant: torch-free, and the only place with the names of methods.
+Invariant: torch-free, and the only place with the names of methods. Of the files only names are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.config.arch import ExpertsArch, ExpertStack, ModelArch
 from quire.config.encoding import CheckpointQuantization
 from quire.errors import UnsupportedModelError
 from quire.models.checkpoint_files import has_file
@@ -18,6 +21,7 @@ from quire.plugins import FACTORY, PluginTable
 
 if TYPE_CHECKING:
     MethodReader = Callable[[JsonObject], CheckpointQuantization]
+
 
 _HERE = "quire.models.quantized"
 
@@ -31,9 +35,9 @@ METHODS: PluginTable[MethodReader] = PluginTable(
         "fp8": f"{_HERE}.fp8:read_fp8",
         "fbgemm_fp8": f"{_HERE}.fp8:read_fbgemm_fp8",
         "modelopt": f"{_HERE}.fp8:read_modelopt",
-        "bitsandbytes": f"{_HERE}.bitsandbytes:read_bitsandbytes",
-        "hqq": f"{_HERE}.hqq:read_hqq",
-        "torchao": f"{_HERE}.torchao:read_torchao",
+        "bitsandbytes": f"{_HERE}.libraries:read_bitsandbytes",
+        "hqq": f"{_HERE}.libraries:read_hqq",
+        "torchao": f"{_HERE}.libraries:read_torchao",
         "mxfp4": f"{_HERE}.fp8:read_mxfp4",
     },
     FACTORY,
@@ -82,3 +86,36 @@ def _found(config: JsonObject, model_dir: Path) -> JsonObject | None:
             implied = {} if "method" in found else {"quant_method": method}
             return JsonObject(found.where, implied | found.values, refused=config.refused)
     return None
+
+
+_ONE_OF_MANY = re.compile(r"\.experts\.\d+\.")
+_IN_A_STACK = re.compile(r"\.experts\.gate_up_proj$")
+"""Form that transformers computes with, and stores on demand."""
+_OF_A_LIST = re.compile(r"\.experts\.\w+_projs\.\d+\.")
+_FULL_NAME = re.compile(r"\.experts\.\w+_proj_weight_\w+$")
+
+
+def as_stored(arch: ModelArch, names: Sequence[str]) -> ModelArch:
+    """Return the model with its experts in stacks or one by one, as tensors of these names have them."""
+    experts = arch.experts
+    if experts is None:
+        return arch
+    if experts.stack is None:
+        if not any(_IN_A_STACK.search(name) for name in names):
+            return arch
+        return replace(arch, experts=replace(experts, stack=ExpertStack(gate_up="gate_up_proj", weight="")))
+    if any(_ONE_OF_MANY.search(name) for name in names):
+        return replace(arch, experts=replace(experts, stack=None))
+    if experts.alternates and any(_OF_A_LIST.search(name) for name in names):
+        return _in_lists(arch, experts, names)
+    full_names = any(_FULL_NAME.search(name) for name in names)
+    return replace(arch, experts=replace(experts, stack=replace(experts.stack, full_names=full_names)))
+
+
+def _in_lists(arch: ModelArch, experts: ExpertsArch, names: Iterable[str]) -> ModelArch:
+    """Return the model with Unsloth's lists of experts and linear routers; adapters use transformers' names."""
+    called, router = arch.names, arch.names.renamed.get("gate", "gate")
+    if any(f".{router}.linear.weight" in name for name in names):
+        renamed = {**called.renamed, "gate": f"{router}.linear"}
+        called = replace(called, renamed=renamed, adapters=called.adapters or called)
+    return replace(arch, names=called, experts=replace(experts, stack=None, listed=True))

@@ -1,4 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backend for other causal language models of the installed transformers, on our attention, KV cache and linear
-layers.
-"""
+"""Backend for other causal language models of the installed transformers, on our attention, KV cache and
+linear layers."""

@@ -21,7 +21,7 @@ from quire.layers.base import model_dtype
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Partition, Shard, ShardSpan
 from quire.models.transformers_backend.hosted import HostedLinear, row_spans
-from quire.models.transformers_backend.plan import Plan
+from quire.models.transformers_backend.plan import ShardingPlan
 from quire.models.transformers_backend.tensors import CheckpointView, Loaded, module_names
 
 NAME = "quire"
@@ -73,7 +73,11 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, _through_packed)
 
 
 def as_experts(
-    module: Any, name: str, stored: Mapping[str, Sequence[CheckpointView]], config: EngineConfig, plan: Plan
+    module: Any,
+    name: str,
+    stored: Mapping[str, Sequence[CheckpointView]],
+    config: EngineConfig,
+    plan: ShardingPlan,
 ) -> tuple[PackedExperts, Loaded] | None:
     """Return packed weights for an experts module whose checkpoints hold experts one by one; None for any other."""
     if module.has_bias or module.is_transposed or module.has_post_expert_norm:
@@ -95,7 +99,7 @@ def as_experts(
     return PackedExperts(up, down), [*found[0], *found[1]]
 
 
-def _is_cut(module: nn.Module, name: str, names: Sequence[str], plan: Plan) -> bool:
+def _is_cut(module: nn.Module, name: str, names: Sequence[str], plan: ShardingPlan) -> bool:
     """Return whether each expert is sharded by features."""
     by_plan = [plan.partition(f"{name}.{key}") for key in names] == ["output", "input"]
     return by_plan and (not module.has_gate or _gates_halves(module))

@@ -19,7 +19,7 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.shard import ShardSpan
 from quire.layers.step import StepContext
-from quire.models.transformers_backend.plan import Plan, embedding_scale
+from quire.models.transformers_backend.plan import ShardingPlan, embedding_scale
 from quire.models.transformers_backend.tensors import CheckpointView
 
 _NO_STEP = StepContext(())
@@ -187,7 +187,7 @@ def _rows(table: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def as_linear(
-    module: nn.Module, name: str, stored: Sequence[CheckpointView], config: EngineConfig, plan: Plan
+    module: nn.Module, name: str, stored: Sequence[CheckpointView], config: EngineConfig, plan: ShardingPlan
 ) -> HostedLinear | None:
     """Return our layer for a module that only multiplies with a stored weight; None for any other."""
     transposed = type(module).forward is Conv1D.forward
@@ -214,9 +214,8 @@ def as_linear(
 def row_spans(
     stored: Sequence[CheckpointView], shape: Sequence[int], transposed: bool = False
 ) -> list[ShardSpan] | None:
-    """Return the parts of a weight [N, K] that checkpoints store separately, in order; None if they are no rows of
-    it.
-    """
+    """Return the parts of a weight [N, K] that checkpoints store separately, in order; None if they are no
+    rows of it."""
     if len(stored) == 1 and stored[0].view.is_contiguous() and stored[0].view.shape == shape:
         return [ShardSpan(shape[1 if transposed else 0])]
     row, offset = shape[-1], stored[0].view.storage_offset() if stored else 0

@@ -27,7 +27,7 @@ from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.transformers_backend import experts, sites
 from quire.models.transformers_backend.hosted import AdapterContext, HostedLinear
-from quire.models.transformers_backend.plan import Plan
+from quire.models.transformers_backend.plan import ShardingPlan
 from quire.models.transformers_backend.rows import check_rows_are_apart, position_offset
 from quire.models.transformers_backend.sites import put_positions, put_rotary_tables, replace_modules
 from quire.models.transformers_backend.tensors import compute_buffers
@@ -54,7 +54,7 @@ class TransformersForCausalLM(CausalLM):
             self._port = sites.give_port(model)
             compute_buffers(model)
             put_rotary_tables(model, config)
-            plan = Plan.of(model)
+            plan = ShardingPlan.of(model)
             seen = sites.find_sites(model, backbone, self._port, config, plan)
             self._places = replace_modules(model, config, plan, seen.unused)
             put_positions(model, self._port)

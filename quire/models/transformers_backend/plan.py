@@ -104,7 +104,7 @@ def embedding_scale(module: nn.Embedding) -> float | None:
     rows = like(ids[None])[0]
     scale = float((rows[0, 0] / table[0, 0]).item())
     if not _agree(rows, table * scale):
-        raise ValueError("its rows are not its table's rows times a number")
+        raise ValueError("its embedding does not return rows of its table times one factor")
     return None if scale == 1.0 else scale
 
 
@@ -148,7 +148,7 @@ _WHOLE = {
 """Plan entries with complete inputs and outputs, or of modules without tensors of their own."""
 
 
-class Plan:
+class ShardingPlan:
     """Partition of each weight of one model.
 
     `attends` has the key-value heads of each attention module, by path, once they are found: the projections of such a
@@ -161,9 +161,9 @@ class Plan:
         self._cut: set[str] = set()
 
     @staticmethod
-    def of(model: PreTrainedModel) -> Plan:
+    def of(model: PreTrainedModel) -> ShardingPlan:
         """Return the plan of the installed version."""
-        return Plan(model.tp_plan or {})
+        return ShardingPlan(model.tp_plan or {})
 
     def partition(self, path: str) -> Partition:
         """Return the partition of a module's weight, or of a parameter; the caller must apply it."""

@@ -5,8 +5,7 @@ In the check a token attends to itself only, so its hidden state must not depend
 state, or angles that depend on the longest request would make it depend on other requests' rows.
 
 torch chooses a matmul algorithm by the number of rows, so a row's bits would depend on the batch. `RowWise` weights
-make
-`F.linear` use our kernel, which always reduces each row in the same order; other operations see a plain tensor.
+make `F.linear` use our kernel, which always reduces each row in the same order; other operations see a plain tensor.
 """
 
 from __future__ import annotations

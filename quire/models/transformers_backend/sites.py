@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connection of a transformers model to the paged KV cache, and replacement of its modules by our layers.
 
-transformers lets attention modules call any registered function. Ours passes the heads to the model's `Port`. Which
-modules attend, with how many heads and what window, is found by running the model once on the meta device, where
+transformers lets attention modules call any registered function. Ours passes the heads to the model's `AttentionPort`.
+Which modules attend, with how many heads and what window, is found by running the model once on the meta device, where
 nothing is computed, and recording the calls.
 
 Shapes: T tokens of the step, Hq/Hkv query and key-value heads, Dk/Dv sizes of keys and values.
@@ -42,7 +42,7 @@ from quire.models.transformers_backend.hosted import (
     as_linear,
     counts_positions,
 )
-from quire.models.transformers_backend.plan import Plan, as_activation, as_norm
+from quire.models.transformers_backend.plan import ShardingPlan, as_activation, as_norm
 from quire.models.transformers_backend.tensors import (
     CheckpointView,
     Loaded,
@@ -73,12 +73,11 @@ class WholeAttention(Attention):
         return None
 
 
-class Port:
+class AttentionPort:
     """Attention function of one model's modules: query, key and value [T, H, D] -> [T, Hq, Dv].
 
     Invariant: `attend` is the paged attention except within `doing`; a step is set while its forward pass runs. A
-    module
-    that attends several times in a step uses separate keys and values each time, in the same order.
+    module that attends several times in a step uses separate keys and values each time, in the same order.
     """
 
     def __init__(self) -> None:
@@ -143,7 +142,7 @@ def _through_port(
 ) -> tuple[Tensor, None]:
     """Attend through the port: [1, H, T, D] each -> [1, T, Hq, Dv], and no weights."""
     port = module.port
-    assert isinstance(port, Port)
+    assert isinstance(port, AttentionPort)
     q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
     return port.attend(module, q, k, v, options | {"attention_mask": attention_mask})[None], None
 
@@ -151,9 +150,9 @@ def _through_port(
 AttentionInterface.register(NAME, _through_port)
 
 
-def give_port(model: nn.Module) -> Port:
+def give_port(model: nn.Module) -> AttentionPort:
     """Set one new port on all modules of a model."""
-    port = Port()
+    port = AttentionPort()
     for module in model.modules():
         module.__dict__["port"] = port
     return port
@@ -169,7 +168,7 @@ class RecordedSites(NamedTuple):
 
 
 def find_sites(
-    model: PreTrainedModel, backbone: nn.Module, port: Port, config: EngineConfig, plan: Plan
+    model: PreTrainedModel, backbone: nn.Module, port: AttentionPort, config: EngineConfig, plan: ShardingPlan
 ) -> RecordedSites:
     """Run a model on the meta device, and give each attention module an `Attention` per call, in `paged`.
 
@@ -372,7 +371,7 @@ class ReplacedModules:
 
 
 def replace_modules(
-    model: PreTrainedModel, config: EngineConfig, plan: Plan, kept: Collection[nn.Module] = ()
+    model: PreTrainedModel, config: EngineConfig, plan: ShardingPlan, kept: Collection[nn.Module] = ()
 ) -> ReplacedModules:
     """Replace modules that equal our layers; the rest, and those in `kept`, stay and get `Held` tensors.
 
@@ -429,7 +428,9 @@ def _take_sinks(model: PreTrainedModel, stored: AllStored) -> Loaded:
     return loaded
 
 
-def _put_experts(model: PreTrainedModel, stored: AllStored, config: EngineConfig, plan: Plan) -> Loaded:
+def _put_experts(
+    model: PreTrainedModel, stored: AllStored, config: EngineConfig, plan: ShardingPlan
+) -> Loaded:
     """Replace experts by packed ones, if all of the model's support it; otherwise transformers' loop stays."""
     modules = {path: module for path, module in model.named_modules() if hasattr(module, "_apply_gate")}
     made = {path: experts.as_experts(module, path, stored, config, plan) for path, module in modules.items()}
@@ -448,7 +449,7 @@ def _put_modules(
     model: PreTrainedModel,
     stored: AllStored,
     config: EngineConfig,
-    plan: Plan,
+    plan: ShardingPlan,
     loaded: Loaded,
     kept: Collection[nn.Module],
 ) -> None:
@@ -466,7 +467,7 @@ def _put_modules(
 
 
 def _put_one(
-    module: nn.Module, path: str, stored: AllStored, config: EngineConfig, plan: Plan, loaded: Loaded
+    module: nn.Module, path: str, stored: AllStored, config: EngineConfig, plan: ShardingPlan, loaded: Loaded
 ) -> nn.Module | None:
     parts = stored.get(f"{path}.weight", ())
     layer = None
@@ -485,7 +486,7 @@ def put_rotary_tables(model: PreTrainedModel, config: EngineConfig) -> None:
             _put(model, path, RotaryTable(module, config))
 
 
-def put_positions(model: PreTrainedModel, port: Port) -> None:
+def put_positions(model: PreTrainedModel, port: AttentionPort) -> None:
     """Pass the step's positions to position embeddings where the model would count them itself."""
     for path, module in list(model.named_modules()):
         if counts_positions(module):

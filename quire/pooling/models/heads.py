@@ -145,12 +145,7 @@ _ROBERTA = _MaskedLMHead(
     {"head": "lm_head", "dense": "dense", "dense_norm": "layer_norm", "out_proj": "decoder"}, "lm_head.bias"
 )
 _DISTILBERT = _MaskedLMHead(
-    {
-        "head": "",
-        "dense": "vocab_transform",
-        "dense_norm": "vocab_layer_norm",
-        "out_proj": "vocab_projector",
-    },
+    {"head": "", "dense": "vocab_transform", "dense_norm": "vocab_layer_norm", "out_proj": "vocab_projector"},
     "vocab_projector.bias",
 )
 _MODERN_BERT = _MaskedLMHead({"out_proj": "decoder"}, "decoder.bias", own_keys=True)

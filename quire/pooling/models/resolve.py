@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.config.arch import ModelArch
 from quire.config.pooling import CLASS_TASKS, POOLINGS, HeadLayer, PoolingSpec
+from quire.engine.start_feature import AutomaticValue, Resolution, StartFeature
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.architectures import GENERATES, KINDS, ArchitectureKind, architecture_kind
 from quire.models.checkpoint_files import MODULES, has_file
@@ -35,11 +36,7 @@ from quire.pooling.models.heads import (
     head_of_tokens,
     with_vocabulary_head,
 )
-from quire.pooling.models.sentence_transformers import (
-    ANSWER,
-    SentenceTransformer,
-    read_sentence_transformer,
-)
+from quire.pooling.models.sentence_transformers import ANSWER, SentenceTransformer, read_sentence_transformer
 from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED, PoolingParams
 
 _FORMS = {"embed": "Model", "classify": "ForSequenceClassification", "reward": "ForTokenClassification"}
@@ -355,10 +352,7 @@ def _embedder(
     return spec, f"from {layout.pooling_file}"
 
 
-_TOKEN_HEADS = {
-    "sparse_linear": (TOKEN_CLASSIFY, 1, "relu"),
-    "colbert_linear": (TOKEN_EMBED, 0, "identity"),
-}
+_TOKEN_HEADS = {"sparse_linear": (TOKEN_CLASSIFY, 1, "relu"), "colbert_linear": (TOKEN_EMBED, 0, "identity")}
 """BGE-M3's heads (Chen et al., 2024, arXiv:2402.03216): folder -> task, size (0: hidden size), activation."""
 
 
@@ -428,3 +422,28 @@ def _leaves_head_to_adapters(config: EngineConfig, made: ArchitectureKind, model
 def _width(arch: ModelArch) -> int:
     """Return the size of hidden states."""
     return arch.word_embed_proj_dim or arch.hidden_size
+
+
+class PoolingStart(StartFeature):
+    """Resolves what a model does."""
+
+    def resolve(self, config: EngineConfig, id_of: Callable[[str], int | None]) -> Resolution:
+        found = resolve_pooling(config, id_of)
+        if found.spec is None:
+            return Resolution(choices=[*_choices(config, found)], max_seq_length=found.max_seq_length)
+        logger.info("pooling = %s: %s", found.spec.pooling, found.pooling_reason)
+        changes = {"pooling": found.spec, "model_arch": found.arch}
+        return Resolution(changes, [*_choices(config, found)], found.max_seq_length)
+
+
+def _choices(config: EngineConfig, found: ResolvedPooling) -> Iterator[AutomaticValue]:
+    """Choose the runner; disable prefix caching where a pooling needs every token to be computed."""
+    if config.model.runner == "auto":
+        yield AutomaticValue("runner", found.runner, found.runner_reason)
+    if found.spec is None:
+        return
+    if config.model.convert != found.convert:
+        yield AutomaticValue("convert", found.convert, found.convert_reason)
+    if found.spec.always_reads_every_token and config.cache.enable_prefix_caching:
+        reason = f"pooling {found.spec.pooling!r} needs every token of a prompt to be computed"
+        yield AutomaticValue("enable_prefix_caching", False, reason)

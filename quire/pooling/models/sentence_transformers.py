@@ -18,12 +18,7 @@ from typing import Any
 from quire.config.pooling import HeadLayer
 from quire.errors import ModelLoadError
 from quire.models.checkpoint_files import MODULES, has_file
-from quire.models.json_object import (
-    JsonObject,
-    optional_json_object,
-    read_json_object,
-    read_json_objects,
-)
+from quire.models.json_object import JsonObject, optional_json_object, read_json_object, read_json_objects
 from quire.pooling.models import heads
 from quire.pooling.models.heads import MASK, LateInteraction, read_late_interaction
 

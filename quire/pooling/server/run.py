@@ -29,7 +29,7 @@ from quire.engine.prompt_forms import TokenizedPrompt, parts_of
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.openai.errors import own_id_of
 from quire.entrypoints.openai.generation import timings_of
-from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.notes import RequestNotes
 from quire.entrypoints.openai.protocol.requests import EngineRequest
 from quire.entrypoints.openai.protocol.responses import PromptTokensDetails
 from quire.entrypoints.openai.state import ServerState, server_of
@@ -45,7 +45,7 @@ from quire.pooling.server.protocol import (
     PromptUsage,
     check_numbers,
 )
-from quire.pooling.server.scoring import Windows, is_normalized
+from quire.pooling.server.scoring import TextWindows, is_normalized
 from quire.pooling_params import PoolingParams, TextOptions
 
 Pooled = PoolingRequestOutput[PoolingOutput]
@@ -149,7 +149,7 @@ def text_options(body: PoolingFields, **others: Any) -> TextOptions:
     )
 
 
-def reply_fields(pooled: Sequence[Pooled], notes: Notes) -> dict[str, Any]:
+def reply_fields(pooled: Sequence[Pooled], notes: RequestNotes) -> dict[str, Any]:
     """Return usage, timings and ignored fields for a reply."""
     times = joined_stats([one.metrics for one in pooled]) if pooled else RequestStateStats()
     return {"usage": usage_of(pooled), "timings": timings_of(times), "ignored": notes.ignored or UNSET}
@@ -173,11 +173,11 @@ def renamed_param(name: str, param: str = "prompt") -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Found:
+class PooledInputs:
     """Pooled outputs of inputs, or of the windows of each input."""
 
     pooled: list[Pooled]
-    windows: Windows | None
+    windows: TextWindows | None
     is_normalized: bool
 
     def numbers(self) -> list[NDArray[np.float32]]:
@@ -189,7 +189,7 @@ class Found:
 
 async def embed_each(
     job: PoolingJob, inputs: Inputs, options: TextOptions, params: PoolingParams, *, in_windows: bool
-) -> Found:
+) -> PooledInputs:
     """Return the pooled output of each input; with `in_windows`, long inputs are averaged over their windows.
 
     Raises:
@@ -197,10 +197,10 @@ async def embed_each(
     """
     normalized = is_normalized(job.inputs.spec, params.use_activation)
     if not in_windows:
-        return Found(await run_each(job, inputs, options, params), None, normalized)
-    windows = Windows(job.inputs, options, check_count)
+        return PooledInputs(await run_each(job, inputs, options, params), None, normalized)
+    windows = TextWindows(job.inputs, options, check_count)
     pooled = await job.run(params, num_chars(inputs), lambda: windows.prompts(inputs))
-    return Found(pooled, windows, normalized)
+    return PooledInputs(pooled, windows, normalized)
 
 
 def cuts_by_default(body: EngineRequest, *fields: str, in_windows: bool) -> bool:

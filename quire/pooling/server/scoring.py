@@ -29,7 +29,7 @@ T = TypeVar("T")
 Vector = NDArray[np.float64]
 
 
-class Windows:
+class TextWindows:
     """The inputs of one request, split into windows.
 
     Args:
@@ -207,10 +207,7 @@ class Scoring:
                 return [*self._inputs.pairs(pairs, self._options)]
             return [*self._inputs.composed(pairs, self._options, self._compose)]
         asked, own = self._options.max_tokens_per_text, self._inputs.spec.side_lengths
-        sides = (
-            (QUERY, self._firsts, asked[0] or own[0]),
-            (DOCUMENT, self._seconds, asked[1] or own[1]),
-        )
+        sides = ((QUERY, self._firsts, asked[0] or own[0]), (DOCUMENT, self._seconds, asked[1] or own[1]))
         return [self._text(text, names, limit) for names, texts, limit in sides for text in texts]
 
     def outputs(self, pooled: Sequence[Pooled]) -> list[tuple[float, list[Pooled]]]:

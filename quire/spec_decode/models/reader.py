@@ -102,8 +102,7 @@ def read_eagle(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
 
 
 def read_eagle3(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
-    """Read EAGLE-3 (Li et al., 2025, arXiv:2503.01840): inputs of three layers are read; the vocabulary may be
-    smaller.
+    """Read EAGLE-3 (Li et al., 2025, arXiv:2503.01840): inputs of three layers are read; the vocabulary may be smaller.
 
     The paper has one layer; several are as in vLLM and the Speculators library. Embeddings are the target's, so the
     table's padding may differ.

@@ -17,7 +17,7 @@ from quire.kv_cache.spec import KVCacheConfig
 from quire.models.stages import Stage
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, ScheduledRequest, SchedulerOutput
-from quire.spec_decode.step_costs import WIDEST, Clocks, OwnClock, StepCosts
+from quire.spec_decode.step_costs import WIDEST, OwnClock, StepClocks, StepCosts
 
 
 class AgreedClocks(OwnClock):
@@ -34,13 +34,13 @@ class AgreedClocks(OwnClock):
         return first
 
 
-def make_clocks(config: EngineConfig, group: Group) -> Clocks:
+def make_clocks(config: EngineConfig, group: Group) -> StepClocks:
     """Return agreed clocks if drafts cross ranks or each rank makes its own plans, else this process's."""
     crosses = config.draft is not None or config.parallel.plans_on_each_rank
     return group_clocks(group) if crosses else OwnClock()
 
 
-def group_clocks(group: Group) -> Clocks:
+def group_clocks(group: Group) -> StepClocks:
     """Return clocks of a group whose ranks all measure: they agree on every duration."""
     return AgreedClocks(group) if group.size > 1 else OwnClock()
 

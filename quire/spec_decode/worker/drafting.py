@@ -26,7 +26,7 @@ from quire.scheduler.output import NewRequestData, SchedulerOutput
 from quire.spec_decode.drafter import Drafter, make_drafters
 from quire.spec_decode.models.eagle import AutoregressiveHead
 from quire.spec_decode.speculation import Speculation, Verified
-from quire.spec_decode.step_costs import Clocks
+from quire.spec_decode.step_costs import StepClocks
 from quire.spec_decode.worker.calibration import (
     Calibration,
     group_clocks,
@@ -34,14 +34,14 @@ from quire.spec_decode.worker.calibration import (
     make_clocks,
     shapes_of,
 )
+from quire.spec_decode.worker.draft_model import make_draft_model
 from quire.spec_decode.worker.head_chain import HeadChain, Medusa
 from quire.spec_decode.worker.jump_ahead import jump_ahead
 from quire.spec_decode.worker.proposer import ModelProposer, kept_bytes, passing_bytes, uses_draft_heads
-from quire.spec_decode.worker.recurrent_draft import make_draft_model
 from quire.worker.feature import RunnerContext, RunnerPart, WorkerFeature
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs
-from quire.worker.launched_step import LaunchedStep, Outcome, StepPart
+from quire.worker.launched_step import LaunchedStep, StepOutcome, StepPart
 from quire.worker.sampler import Sampler
 from quire.worker.verification import known_tokens
 
@@ -151,7 +151,7 @@ class DraftingPart(RunnerPart):
     """
 
     calibration: Calibration | None = None
-    clocks: Clocks | None = None
+    clocks: StepClocks | None = None
 
     def __init__(self, speculation: Speculation | None, proposer: ModelProposer | None = None) -> None:
         self.speculation = speculation
@@ -179,7 +179,7 @@ class DraftingPart(RunnerPart):
     def compute(self, inputs: StepInputs, hidden: Tensor) -> StepPart | None:
         return None if self.speculation is None else self
 
-    def complete(self, step: LaunchedStep, outcome: Outcome) -> None:
+    def complete(self, step: LaunchedStep, outcome: StepOutcome) -> None:
         """Record the step's cost, and add drafts for the next plan; none while speculation is paused."""
         speculation, sampled = self.speculation, step.sampled
         if speculation is None or sampled is None:
@@ -231,7 +231,7 @@ def make_speculation(
     batch: InputBatch,
     sampler: Sampler,
     proposer: ModelProposer | None = None,
-    clocks: Clocks | None = None,
+    clocks: StepClocks | None = None,
 ) -> Speculation | None:
     """Return the drafters of this engine: jump-ahead, then those of `--speculative-config`.
 

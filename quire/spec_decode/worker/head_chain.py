@@ -149,7 +149,9 @@ class HeadChain(ModelProposer):
         if has_states.any():
             rows, ends = rows[has_states], ends[has_states]
             self._compute_kept(rows, ends - 1)
-            chosen[has_states] = self._guessed(self._behind.index_select(0, self._upload(rows)), rows, ends)
+            chosen[has_states] = self._drafts_from(
+                self._behind.index_select(0, self._upload(rows)), rows, ends
+            )
         return chosen
 
     def _next(self, rows: Rows, ends: Rows) -> Rows:
@@ -157,9 +159,9 @@ class HeadChain(ModelProposer):
         states = self._behind.index_select(0, on_rows)
         behind = self._forward(rows, ends - 2, ends - 1, states, ids)
         self._behind.index_copy_(0, on_rows, behind)
-        return self._guessed(behind, rows, ends)
+        return self._drafts_from(behind, rows, ends)
 
-    def _guessed(self, behind: Tensor, rows: Rows, ends: Rows) -> Rows:
+    def _drafts_from(self, behind: Tensor, rows: Rows, ends: Rows) -> Rows:
         return self._sampled(self._head.compute_logits, behind, rows, ends)
 
     def _compute_known(self, rows: Rows, starts: Rows, ends: Rows, states: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.json_schema.ecma_regex import RegexError
-from quire.json_schema.formats import IPV4
+from quire.json_schema.ecma_regex import IPV4, RegexError
 from quire.json_schema.schema import NOT_ENFORCED, VALUES, find, path_of
 from quire.structured_output.ebnf.expressions import (
     ALL,

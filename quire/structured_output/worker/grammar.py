@@ -49,7 +49,7 @@ class StagedMask(NamedTuple):
     """Failure reasons by sample."""
 
 
-class Filled(NamedTuple):
+class FilledMask(NamedTuple):
     """Result of one mask."""
 
     end: int | None = None
@@ -225,7 +225,7 @@ class ConstrainedText:
                 self._restart()
                 return 0
 
-    def fill(self, masks: Masks, place: int, unread: list[int], drafts: Sequence[int] = ()) -> Filled:
+    def fill(self, masks: Masks, place: int, unread: list[int], drafts: Sequence[int] = ()) -> FilledMask:
         """Read tokens, and write the mask of what may follow them and these drafts.
 
         After a disallowed draft everything is allowed, because no sample there will count. A failure after drafts does
@@ -237,7 +237,7 @@ class ConstrainedText:
                 self._read(unread)
             filled = self._filled(masks, place, drafts)
         if filled.failure is None and self._budget is not None and self._budget.is_spent:
-            return Filled(failure=f"{FAULT}{self._budget.refusal}")
+            return FilledMask(failure=f"{FAULT}{self._budget.refusal}")
         return filled
 
     @contextmanager
@@ -284,12 +284,12 @@ class ConstrainedText:
         if num_read and self._matcher is not None:
             self._matcher.rollback(num_read)
 
-    def _filled(self, masks: Masks, place: int, drafts: Sequence[int]) -> Filled:
+    def _filled(self, masks: Masks, place: int, drafts: Sequence[int]) -> FilledMask:
         """Write a mask; with unshared states if the shared ones are exhausted."""
         if self.failure is not None:
-            return Filled(failure=self.failure)
+            return FilledMask(failure=self.failure)
         try:
-            return Filled(self._fill_behind(masks, place, drafts))
+            return FilledMask(self._fill_behind(masks, place, drafts))
         except GrammarError as error:
             masks.words[place] = EVERYTHING
             if self._leaves_shared_states(error):
@@ -299,7 +299,7 @@ class ConstrainedText:
                 self._restart()
             else:
                 self.failure = failure
-            return Filled(failure=failure)
+            return FilledMask(failure=failure)
 
     def _leaves_shared_states(self, error: GrammarError) -> bool:
         """Restart without states shared with other texts, if their number may be the cause; return whether it did."""

@@ -142,10 +142,7 @@ class Logprobs(Feature[StagedLogprobs]):
 
 
 def token_logprobs(
-    logits: Tensor,
-    chosen: Tensor,
-    num_logprobs: list[int],
-    mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+    logits: Tensor, chosen: Tensor, num_logprobs: list[int], mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
 ) -> RawLogprobs:
     """Return logprobs of the sampled token and of the most likely ones, for each of M rows.
 

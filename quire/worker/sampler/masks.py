@@ -130,7 +130,7 @@ class SectionState(NamedTuple):
     """Last tokens since the last marker, which may begin the next marker."""
 
 
-class Section:
+class TokenSection:
     """Tracker of sections in a token sequence: `start_ids` opens one, `end_ids` closes it."""
 
     def __init__(self, markers: ThinkingMarkers, budget: int) -> None:
@@ -172,7 +172,7 @@ class Section:
 class _SectionRow:
     """Section state of a request, after its first `num_followed` tokens."""
 
-    def __init__(self, section: Section, tokens: NDArray[np.int32], num_prompt_tokens: int) -> None:
+    def __init__(self, section: TokenSection, tokens: NDArray[np.int32], num_prompt_tokens: int) -> None:
         self.section = section
         self.place = section.after_prompt(tokens[:num_prompt_tokens])
         self.num_followed = num_prompt_tokens
@@ -218,7 +218,7 @@ class ThinkingBudget(LogitsFeature[StagedForce]):
         params = request.sampling_params
         assert params.thinking_markers is not None
         assert params.thinking_token_budget is not None
-        section = Section(params.thinking_markers, params.thinking_token_budget)
+        section = TokenSection(params.thinking_markers, params.thinking_token_budget)
         tokens = np.array(request.token_ids, dtype=np.int32)
         self._rows[row] = _SectionRow(section, tokens, request.num_prompt_tokens)
 

@@ -63,7 +63,7 @@ def greedy_settings(vocab_size: int) -> tuple[float, float, float, float]:
     return 0.0, -np.inf, float(vocab_size), 1.0
 
 
-class Draw(Feature[StagedDraw]):
+class RandomDraw(Feature[StagedDraw]):
     """Random sampling with temperature, min-p, top-k and top-p; rows that do not use it are greedy.
 
     Invariant: a random row's token is a function of its own logits, its settings and (seed, output index). The
@@ -275,7 +275,7 @@ class Sampler:
             SamplerChain(batch, vocab_size, transfers.torch_device),
         ]
         self._limits_of_drafts = [one for one in self._logits_features if one.limits_drafts]
-        self._draw = Draw(batch, vocab_size, transfers.torch_device)
+        self._draw = RandomDraw(batch, vocab_size, transfers.torch_device)
         self._logprobs = Logprobs(batch)
         self._features: list[Feature[Any]] = [*self._logits_features, self._draw, self._logprobs]
 

@@ -43,7 +43,7 @@ def test_decode_rate_counts_steps_and_total_rate_all_tokens() -> None:
     assert list(found) == [Rate("decode-16", 16 * 31 / 5.0), Rate("batch", 16 * 32 / 10.0)]
 
 
-def test_a_test_that_was_not_run_is_an_error() -> None:
+def test_benchmark_that_was_not_run_is_an_error() -> None:
     with pytest.raises(ValueError):
         list(bench_rates([json.dumps([])], [CASES["prefill"]]))
 

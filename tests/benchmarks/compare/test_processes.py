@@ -38,7 +38,7 @@ def test_a_program_that_is_not_there() -> None:
         processes.run(["no-such-program"], 60)
 
 
-def test_a_program_that_takes_too_long_ends_with_what_it_started() -> None:
+def test_slow_program_ends_with_its_children() -> None:
     """The lines end only when the inner `sleep`, which holds the pipe too, is gone."""
     with pytest.raises(ProgramError, match="not done after 0 s"):
         processes.run(["sh", "-c", "sleep 1000 & sleep 1000"], 0.2)

@@ -75,7 +75,7 @@ def test_claude_code_calls_a_tool_and_reads_its_result(claude: anthropic.Anthrop
 
     question = [{"type": "text", "text": TOOL_QUESTION, **CACHED}]
     messages = [said_by("user", question), said_by("system", [{"type": "text", "text": "Be brief."}])]
-    messages.reverse()  # the model in the box answers what was said last
+    messages.reverse()  # the included model answers what was said last
     first = step(messages)
     (call,) = first.content
     assert (first.stop_reason, call.type, call.name, call.input) == ("tool_use", "tool_use", NAME, ARGUMENTS)

@@ -62,7 +62,7 @@ def llm(home: Path, *arguments: str, typed: str = "") -> subprocess.CompletedPro
     )
 
 
-def test_a_prompt_streamed_says_what_it_says_whole(home: Path) -> None:
+def test_streamed_prompt_equals_the_whole_answer(home: Path) -> None:
     options = ("-m", MODEL, "-o", "temperature", "0", QUESTION)
     whole, streamed = llm(home, "prompt", "--no-stream", *options), llm(home, "prompt", "--usage", *options)
     assert ANSWER in whole.stdout, whole.stderr

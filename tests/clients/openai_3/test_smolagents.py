@@ -53,7 +53,7 @@ def test_errors_are_the_clients_own(base_url: str) -> None:
 
 
 class Weather(Tool):
-    """The tool of the model in the box."""
+    """The tool of the included model."""
 
     name = NAME
     description = DESCRIPTION
@@ -80,7 +80,7 @@ def test_a_call_is_forced(base_url: str, streamed: bool) -> None:
 
 
 class Answer(Tool):
-    """Ends the task, in words that the model in the box knows."""
+    """Ends the task, in words that the included model knows."""
 
     name = "final_answer"
     description = "Tell the weather of a city."

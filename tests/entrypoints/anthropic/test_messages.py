@@ -88,7 +88,7 @@ async def test_stop_reasons(
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
 
-async def test_one_prompt_whatever_the_api(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_prompt_is_the_same_through_every_api(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     called = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     chat = [
         {"role": "system", "content": "be brief"},
@@ -116,7 +116,7 @@ async def test_one_prompt_whatever_the_api(client: httpx.AsyncClient, engine: Fa
     assert counted.json() == {"input_tokens": len(expected)}
 
 
-async def test_the_model_goes_on_in_words_it_is_given(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_model_continues_a_given_answer(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     begun = [*BASE["messages"], {"role": "assistant", "content": "It is"}]
     await ask(client, messages=begun)
     ids = engine.seen[-1][0]["prompt_token_ids"]
@@ -183,7 +183,7 @@ async def test_errors_have_anthropics_shape(
         assert answer["request_id"] == response.headers["x-request-id"]
 
 
-async def test_the_servers_own_refusals_have_it_too(engine: FakeEngine) -> None:
+async def test_refusals_have_anthropics_form(engine: FakeEngine) -> None:
     async with client_for(engine, api_key=("k",)) as client:
         refused = (await client.post(PATH, json=BASE)).json()
         assert refused["error"]["type"] == "authentication_error"

@@ -63,7 +63,7 @@ BUDGET = "{% if thinking_budget == 0 %}Do not think.{% endif %}" + BEGIN
         (BUDGET, {"thinking_budget": 512}, False),
     ],
 )
-def test_switch_follows_what_the_template_does(template: str, options: dict[str, Any], is_off: bool) -> None:
+def test_switch_follows_the_template(template: str, options: dict[str, Any], is_off: bool) -> None:
     switch = ThinkingSwitch(ChatTemplate(template), THINK)
     assert switch.is_off(options) is is_off
     assert switch.is_off(options) is is_off  # as remembered

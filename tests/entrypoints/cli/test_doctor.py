@@ -41,9 +41,9 @@ def test_sections_of_this_machine() -> None:
     assert library.status() == sections["Native library"].facts["state"]
     loaded = library.loaded()
     assert loaded is None or sections["Native library"].facts[loaded.isa] == "used"
-    off_tapes = sections["Recorded kernel graphs (decode steps on the CPU)"].facts["not recorded"]
-    assert "linear" in off_tapes
-    assert loaded is None or "packed_linear" not in off_tapes
+    without_graphs = sections["Recorded kernel graphs (decode steps on the CPU)"].facts["not recorded"]
+    assert "linear" in without_graphs
+    assert loaded is None or "packed_linear" not in without_graphs
     assert sections["OpenMP"].facts
 
 

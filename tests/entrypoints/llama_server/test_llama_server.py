@@ -172,7 +172,7 @@ async def test_several_prompts_have_a_list_of_replies(client: httpx.AsyncClient)
     assert sorted(ends) == [0, 1]
 
 
-def test_forms_of_a_prompt_tell_one_from_several() -> None:
+def test_prompt_forms_distinguish_one_from_several() -> None:
     tokenizer: Any = FakeTokenizer()
     for prompt, expected in (
         ("ab", ["ab"]),

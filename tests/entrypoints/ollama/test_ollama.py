@@ -72,7 +72,7 @@ async def test_lines_join_to_the_whole(
     assert {"total_duration", "load_duration", "prompt_eval_duration", "eval_duration"} <= whole.keys()
 
 
-async def test_one_prompt_whatever_the_api(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_prompt_is_the_same_through_every_api(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     await client.post("/v1/chat/completions", json={"messages": [{"role": "system", "content": "s"}, *HI]})
     expected = engine.seen[-1][0]["prompt_token_ids"]
     await ask(client, GENERATE, system="s")

@@ -32,7 +32,7 @@ from quire.errors import (
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.scheduler.explain import Explanation, Share
+from quire.scheduler.explain import Explanation, WaitShare
 from quire.scheduler.output import SchedulerStats
 
 SPECIAL = {"<|im_start|>": 256, "<|im_end|>": 257}
@@ -199,7 +199,7 @@ class FakeEngine:
         if request_id not in self.running and request_id not in self.closed:
             raise NotFoundError("unknown")
         status = "running" if request_id in self.running else "finished_stopped"
-        share = Share("next_step", 5, "for the running step to end")
+        share = WaitShare("next_step", 5, "for the running step to end")
         return [Explanation(f"{request_id}-a", status, 5, [share])]
 
     @contextmanager

@@ -347,7 +347,7 @@ async def test_body_limit(engine: FakeEngine) -> None:
 
 
 @pytest.mark.item(8)
-async def test_body_limit_counts_what_is_read(engine: FakeEngine) -> None:
+async def test_body_limit_counts_received_bytes(engine: FakeEngine) -> None:
     num_sent = 0
 
     async def endless():  # type: ignore[no-untyped-def]

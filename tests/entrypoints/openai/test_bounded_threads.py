@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.entrypoints.chat.environment import Budget, RenderingThread, TimeIsUpError, make_environment
+from quire.entrypoints.chat.environment import RenderBudget, RenderingThread, TimeIsUpError, make_environment
 from quire.entrypoints.openai.state import MAX_THREADS, BoundedThreads
 from quire.processes import collect_garbage
 from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
@@ -51,7 +51,7 @@ async def until_all_ended() -> None:
 
 def for_ever() -> None:
     """Do what a template does that never ends."""
-    budget = Budget()
+    budget = RenderBudget()
     while True:
         budget.spend(0, "a turn")
 
@@ -79,7 +79,7 @@ async def test_a_thread_is_kept_as_long_as_it_may_get_work() -> None:
     await until_all_ended()
 
 
-async def test_nothing_of_what_was_done_is_kept() -> None:
+async def test_threads_keep_no_reference_to_finished_work() -> None:
     threads, argument = BoundedThreads(), Argument()
     seen = weakref.ref(argument)
     await threads.run(str, argument)

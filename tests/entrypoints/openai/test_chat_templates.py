@@ -43,7 +43,7 @@ async def prompted(template: str, body: dict[str, Any], **options: Any) -> str:
         ("{{ messages[0].content[0] }}", "string", "h"),
     ],
 )
-async def test_the_operator_may_say_what_content_is(template: str, content_format: str, prompt: str) -> None:
+async def test_operator_may_set_the_content_format(template: str, content_format: str, prompt: str) -> None:
     assert await prompted(template, {}, chat_template_content_format=content_format) == prompt
 
 

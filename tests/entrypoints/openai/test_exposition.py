@@ -50,7 +50,7 @@ events = st.lists(
 
 
 @given(events)
-def test_what_was_counted_in_several_processes_adds_up(counts: list[tuple[int, int, str]]) -> None:
+def test_counters_of_processes_add_up(counts: list[tuple[int, int, str]]) -> None:
     one, several = Measured(), [Measured() for _ in range(3)]
     for process, num_tokens, status in counts:
         one.count(num_tokens, status)
@@ -61,7 +61,7 @@ def test_what_was_counted_in_several_processes_adds_up(counts: list[tuple[int, i
     assert all(math.isclose(merged[name], expected[name]) for name in expected)
 
 
-def test_the_engines_state_is_what_the_first_process_says() -> None:
+def test_engine_state_is_from_the_first_process() -> None:
     first, other = Measured(), Measured()
     first.stats.record(IterationStats(), SchedulerStats(num_running=3, num_waiting=2, kv_cache_usage=0.5), 0)
     merged = values(
@@ -94,7 +94,7 @@ def test_a_series_began_when_its_first_process_did() -> None:
     assert "c_created 10.0" in text
 
 
-def test_merging_what_was_merged_changes_nothing() -> None:
+def test_merging_twice_changes_nothing() -> None:
     registry = CollectorRegistry()
     Histogram("h", "H.", ["x"], registry=registry, buckets=[1, 2]).labels("y").observe(1.5)
     once = MergedMetrics([families_of(registry)])

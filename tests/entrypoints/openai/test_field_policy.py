@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.entrypoints.openai.field_rules import REFUSED
-from quire.entrypoints.openai.notes import MAX_NOTES, Notes
+from quire.entrypoints.openai.notes import MAX_NOTES, RequestNotes
 from quire.entrypoints.openai.parsing import filter_fields
 from quire.entrypoints.openai.protocol.requests import (
     ChatCompletionRequest,
@@ -117,7 +117,7 @@ async def test_strict_policy_suggests_similar_field_names(engine: FakeEngine) ->
         {"response_format": {"type": "text"}, "modalities": ["text"], "functions": []},
     ],
 )
-async def test_asking_for_what_happens_anyway_needs_no_word(fields: dict[str, Any]) -> None:
+async def test_field_with_the_default_effect_is_not_noted(fields: dict[str, Any]) -> None:
     async with client_for(FakeEngine(), unknown_fields="reject") as client:
         response = await client.post(CHAT, json={"messages": HI, **fields})
     assert response.status_code == 200, response.text
@@ -205,7 +205,7 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
 @pytest.mark.item(11)
 @pytest.mark.parametrize(("num_more", "told"), [(0, []), (1, ["and 1 more"]), (5000, ["and 1000 or more"])])
 def test_ignored_fields_beyond_the_limit_are_counted(num_more: int, told: list[str]) -> None:
-    notes = Notes()
+    notes = RequestNotes()
     for _ in range(2):  # each is one note
         for number in range(MAX_NOTES + num_more):
             notes.ignore(f"f{number}")
@@ -218,7 +218,7 @@ def test_ignored_fields_beyond_the_limit_are_counted(num_more: int, told: list[s
 @settings(derandomize=True, deadline=None, max_examples=150, database=None)
 @given(body=st.dictionaries(names, values, max_size=5))
 def test_every_field_is_honoured_reported_or_refused(body: dict[str, Any]) -> None:
-    notes = Notes()
+    notes = RequestNotes()
     try:
         kept = filter_fields(body, ChatCompletionRequest.model_fields, notes)
     except ValidationError:

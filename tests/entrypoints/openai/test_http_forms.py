@@ -103,7 +103,7 @@ async def test_gzip_bodies_may_come_in_any_pieces(client: httpx.AsyncClient) -> 
 
 
 @pytest.mark.item(8)
-async def test_a_gzip_body_is_bounded_by_what_it_becomes(engine: FakeEngine) -> None:
+async def test_gzip_body_is_bounded_by_its_decoded_size(engine: FakeEngine) -> None:
     bomb = gzip.compress(bytes(100 * 2**20))
     assert len(bomb) < 2**20
     async with client_for(engine, max_request_bytes=2**20) as client:
@@ -111,7 +111,7 @@ async def test_a_gzip_body_is_bounded_by_what_it_becomes(engine: FakeEngine) -> 
     assert (response.status_code, response.json()["error"]["type"]) == (413, "PayloadTooLargeError")
 
 
-async def test_a_gzip_body_is_bounded_by_what_it_is(engine: FakeEngine) -> None:
+async def test_gzip_body_is_bounded_by_its_encoded_size(engine: FakeEngine) -> None:
     num_sent = 0
 
     async def nothing_for_ever() -> AsyncIterator[bytes]:
@@ -183,7 +183,7 @@ async def test_note_on_a_nameless_field_does_not_break_the_response(engine: Fake
         (f"/{'x' * 2000}", ""),
     ],
 )
-async def test_unknown_path_names_itself_and_what_is_near(
+async def test_unknown_path_names_itself_and_similar_paths(
     client: httpx.AsyncClient, path: str, hint: str
 ) -> None:
     reply = await client.post(path, json={})

@@ -173,7 +173,7 @@ async def test_options_of_a_request_reach_the_processor(
     )
 
 
-async def test_what_has_no_effect_is_named(client: httpx.AsyncClient) -> None:
+async def test_field_without_effect_is_named(client: httpx.AsyncClient) -> None:
     reply = (await client.post(CHAT, json=user(image(detail="low")))).json()
     assert reply["ignored"] == ["messages[].content[].detail"]
     reply = (await client.post(CHAT, json=user({**image(size=3), "size": 3}))).json()
@@ -228,7 +228,7 @@ BAD = {
 
 
 @folded("name", BAD)
-async def test_a_bad_part_is_refused_in_words(client: httpx.AsyncClient, name: str) -> None:
+async def test_bad_part_is_refused_with_a_message(client: httpx.AsyncClient, name: str) -> None:
     part, words = BAD[name]
     response = await client.post(CHAT, json=user("Look.", part))
     error = response.json()["error"]
@@ -236,7 +236,7 @@ async def test_a_bad_part_is_refused_in_words(client: httpx.AsyncClient, name: s
     assert words in error["message"]
 
 
-async def test_models_say_what_they_take(client: httpx.AsyncClient) -> None:
+async def test_models_list_their_modalities(client: httpx.AsyncClient) -> None:
     (card,) = (await client.get("/v1/models")).json()["data"]
     assert card["architecture"] == {
         "input_modalities": ["text", "image", "video"],
@@ -247,7 +247,7 @@ async def test_models_say_what_they_take(client: httpx.AsyncClient) -> None:
     assert card["architecture"]["input_modalities"] == ["text"]
 
 
-async def test_a_model_of_text_refuses_images_in_words() -> None:
+async def test_text_model_refuses_images_with_a_message() -> None:
     async with client_for(FakeEngine()) as client:
         for path, body in DOORS.values():
             response = await client.post(path, json={"model": "fake-model", **body})
@@ -255,9 +255,7 @@ async def test_a_model_of_text_refuses_images_in_words() -> None:
             assert "this model takes text only" in response.text
 
 
-async def test_without_pillow_images_are_refused_in_words(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_images_without_pillow_are_refused(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     for name in [name for name in __import__("sys").modules if name.startswith("quire.multimodal.door.door")]:
         monkeypatch.delitem(__import__("sys").modules, name)

@@ -16,7 +16,7 @@ import pytest
 from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai.app import keyring
 from quire.entrypoints.openai.keys import Keyring, Tenant, make_keyring, with_keys_of_environment
-from quire.entrypoints.openai.middleware.quota import Bucket, Meters
+from quire.entrypoints.openai.middleware.quota import Meters, TokenBucket
 from quire.entrypoints.openai.processes.channel import WorkerHello
 from quire.errors import ConfigError, RateLimitError
 from quire.metrics.stats import FinishedRequestStats, IterationStats
@@ -65,9 +65,7 @@ def test_plain_and_hashed_keys_open_and_none_is_kept(path: str) -> None:
 
 
 @pytest.mark.item(23)
-def test_of_keys_the_hash_is_kept_and_passed_on_and_nothing_else(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_kept_and_passed_on_as_hashes_only(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_ADMIN_API_KEY", "of-the-environment")
     monkeypatch.setenv("QUIRE_API_KEY", "of-nobody")
     config = with_keys_of_environment(ServerConfig(api_key=("flag-key",), api_key_file=path))
@@ -234,7 +232,7 @@ def test_uncomputed_tokens_are_not_charged() -> None:
 
 def test_a_bucket_fills_up_to_its_limit() -> None:
     now = 0.0
-    bucket = Bucket(6, lambda: now, [0.0, 0.0])
+    bucket = TokenBucket(6, lambda: now, [0.0, 0.0])
     bucket.take(6)
     assert bucket.wait_s(1) == 10.0
     now = 1000.0

@@ -93,7 +93,7 @@ async def test_a_server_that_is_open_to_others_without_a_key_says_so(
         ("localhost", False),
     ],
 )
-def test_which_addresses_are_there_for_others(host: str, others: bool) -> None:
+def test_public_addresses_are_detected(host: str, others: bool) -> None:
     assert reaches_others(host) is others
 
 

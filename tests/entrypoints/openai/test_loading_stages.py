@@ -21,7 +21,9 @@ from tests.entrypoints.openai.serving import client_for
         (None, "loading", "1"),
     ],
 )
-async def test_probes_tell_the_stage(state: LoadingState | None, words: str, retry_after: str) -> None:
+async def test_probes_report_the_loading_stage(
+    state: LoadingState | None, words: str, retry_after: str
+) -> None:
     engine = FakeEngine()
     engine.is_ready, engine.loading = False, state
     async with client_for(engine) as client:

@@ -79,7 +79,7 @@ def body_validator(written: dict[str, Any], path: str) -> jsonschema_rs.Draft202
     return jsonschema_rs.Draft202012Validator({**schema, "components": written["components"]})
 
 
-def test_every_route_says_what_it_takes_and_gives() -> None:
+def test_every_route_describes_body_and_reply() -> None:
     for router in (*routers(ServerConfig(**EVERYTHING), EngineConfig()), *CONTROLS):
         for route in router.routes:
             assert isinstance(route, APIRoute)
@@ -169,7 +169,7 @@ def test_the_limits_of_the_server_are_in_the_schemas() -> None:
     assert body_validator(ranked, "/v1/completions").is_valid({"prompt": "hi", "priority": 1})
 
 
-async def test_the_document_follows_what_the_engine_settles() -> None:
+async def test_document_follows_resolved_engine_values() -> None:
     engine = FakeEngine()
     async with client_for(engine) as client:
         before = (await client.get("/openapi.json")).json()

@@ -67,7 +67,7 @@ async def echo(question: str, *args: Any) -> Any:
     return [question, *args]
 
 
-async def test_each_question_gets_its_answer() -> None:
+async def test_each_query_gets_its_answer() -> None:
     async with channels(echo) as (one, other, told):
         large = "x" * 3_000_000
         asked = [one.ask("slow", 1), one.ask("quick", large), other.ask("quick", None)]

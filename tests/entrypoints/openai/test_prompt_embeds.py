@@ -78,7 +78,7 @@ async def test_embeddings_are_prompts_before_the_texts(served: httpx.AsyncClient
         ({"prompt_logprobs": 1}, "prompt_logprobs are of tokens"),
     ],
 )
-async def test_what_cannot_be_is_a_400_in_words(
+async def test_impossible_embeds_are_a_400_with_a_message(
     served: httpx.AsyncClient, more: dict[str, Any], problem: str
 ) -> None:
     body = {**PLAIN, "prompt": "", "prompt_embeds": base64_npy(values_for(served)), **more}

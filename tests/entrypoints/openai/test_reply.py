@@ -95,7 +95,7 @@ async def test_lowered_limit_is_reported_by_the_clients_name(
     assert two["adjusted"] == {"max_tokens": 4093}
 
 
-async def test_of_a_refused_request_no_limit_was_lowered(client: httpx.AsyncClient) -> None:
+async def test_refused_request_lowers_no_limit(client: httpx.AsyncClient) -> None:
     response = await client.post(CHAT, json={"messages": HI, "max_tokens": 4096, "temperature": -1})
     assert response.status_code == 400
     assert "x-quire-adjusted-fields" not in response.headers

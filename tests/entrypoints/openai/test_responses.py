@@ -84,7 +84,7 @@ async def test_stream_joins_to_the_whole(client: httpx.AsyncClient, engine: Fake
     assert events[0]["response"]["output"] == []
 
 
-async def test_one_prompt_whatever_the_api(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_prompt_is_the_same_through_every_api(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     called = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "system", "content": "be brief"},

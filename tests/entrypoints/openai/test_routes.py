@@ -52,7 +52,7 @@ async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
     assert (await client.post("/detokenize", json={"tokens": body["tokens"]})).json()["prompt"] == text
 
 
-async def test_tokenize_chat_is_what_the_model_sees(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_tokenize_chat_equals_the_model_prompt(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = (await client.post("/tokenize", json={"messages": HI, "tools": tools})).json()
     await client.post("/v1/chat/completions", json={"messages": HI, "tools": tools})

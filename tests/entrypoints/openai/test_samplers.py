@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.entrypoints.openai.field_rules import SAMPLERS as REFUSED
-from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.notes import RequestNotes
 from quire.entrypoints.openai.parsing import filter_fields
 from quire.entrypoints.openai.protocol.requests import SAMPLERS, ChatCompletionRequest, CompletionRequest
 from quire.errors import ValidationError
@@ -175,7 +175,7 @@ async def test_tokenize_ignores_and_reports_sampler_fields(client: httpx.AsyncCl
     )
 )
 def test_no_sampler_is_dropped_silently(body: Fields) -> None:
-    notes = Notes()
+    notes = RequestNotes()
     try:
         kept = filter_fields(body, SAMPLERS, notes)
     except ValidationError:

@@ -143,7 +143,7 @@ BAD = {
 }
 
 
-async def test_bad_parts_are_refused_in_words(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_bad_parts_are_refused_with_a_message(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for name, (part, words) in BAD.items():
         response = await client.post(CHAT, json=user("Hear.", part))
         assert response.status_code == 400, (name, response.text)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.notes import RequestNotes
 from quire.entrypoints.openai.responses.tools import ResponseTools
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for, events, named_events
@@ -216,7 +216,7 @@ async def test_calls_of_namespaces_come_back_with_their_names(
 
 
 def test_names_for_the_model_are_distinct_and_lead_back() -> None:
-    tools = ResponseTools(NAMESPACES, Notes())
+    tools = ResponseTools(NAMESPACES, RequestNotes())
     shown = [one["function"]["name"] for one in tools.chat if "function" in one]
     assert sorted(shown) == ["mcp__a__open", "mcp__a__open_2", "mcp__a__search", "mcp__b__search", "search"]
     for name in shown:
@@ -367,7 +367,7 @@ async def test_texts_of_documents_and_search_results_reach_the_model() -> None:
 
 def test_the_members_of_a_namespace_are_bounded_by_the_tools() -> None:
     """A namespace is no way around `--max-tools`: its members are tools of the chat request."""
-    tools = ResponseTools([namespace("n", *(f"f{number}" for number in range(5)))], Notes())
+    tools = ResponseTools([namespace("n", *(f"f{number}" for number in range(5)))], RequestNotes())
     assert len(tools.chat) == 5
     assert json.dumps(tools.chat).count('"n__f') == 5
 

@@ -120,7 +120,7 @@ async def test_pairs_of_a_language_model_are_written_by_its_template(serve: Serv
         assert "it has web" in reply.json()["error"]["message"]
 
 
-async def test_a_language_model_without_a_template_says_what_it_lacks(serve: Serve) -> None:
+async def test_language_model_without_template_names_it(serve: Serve) -> None:
     async with serve(ANSWERING) as client:
         reply = await client.post("/score", json={"text_1": "abc", "text_2": "xy"})
         assert reply.status_code == 400

@@ -58,7 +58,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write(tmp_path_factory.mktemp("gguf") / "whole.gguf").read_bytes()
 
 
-def test_reads_what_the_package_wrote(tmp_path: Path) -> None:
+def test_file_written_by_the_package_is_read(tmp_path: Path) -> None:
     file = GgufFile(write(tmp_path / "x.gguf"))
     assert file.metadata["general.architecture"] == "llama"
     sizes = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]

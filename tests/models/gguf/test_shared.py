@@ -33,7 +33,7 @@ MIXED = {"v_proj": Kind.Q6_K, "down_proj": Kind.Q6_K}
     ],
     ids=["Q8_0", "Q4_K_M", "experts", "latents"],
 )
-def test_ranks_say_what_one_says(name: str, kind: Kind, sizes: dict[str, int], tmp_path: Path) -> None:
+def test_ranks_match_one_rank(name: str, kind: Kind, sizes: dict[str, int], tmp_path: Path) -> None:
     mixed = MIXED if kind is Kind.Q4_K else {}
     path, _ = write_gguf(name, tmp_path, kind, mixed=mixed, **sizes)
     options = {"max_model_len": 64, "quantization_config": {"mode": "precise"}}

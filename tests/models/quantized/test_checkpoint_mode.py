@@ -21,7 +21,7 @@ from quire.layers.matrix import MatrixLayer
 from quire.layers.shard import Shard
 from quire.models.loader import load_model
 from quire.models.weight_files import SINGLE_NAME
-from quire.worker import taped_forward
+from quire.worker import recorded_forward
 from tests.models.harness import load_tiny, logits_of, prepared_config
 from tests.models.quantized.checkpoints import IDS, Writer, same, write
 from tests.models.quantized.test_experts import taken_apart
@@ -235,7 +235,7 @@ def test_neither_batches_nor_chunks_change_bits(name: str, llama: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", ["int8-tensor", "int8-tensor-asym", "fp8-blocks"])
-def test_ranks_share_what_has_scales_of_its_own(name: str, llama: Path, tmp_path: Path) -> None:
+def test_ranks_shard_weights_with_own_scales(name: str, llama: Path, tmp_path: Path) -> None:
     config, writer, _ = CASES[name]
     paths = write(llama, tmp_path, dict(config), writer, but_head)
     quantized, floats = (
@@ -251,7 +251,7 @@ def test_ranks_share_what_has_scales_of_its_own(name: str, llama: Path, tmp_path
     assert rounds == [True] * 8
 
 
-def test_a_file_of_packed_weights_has_what_zero_points_need(llama: Path, tmp_path: Path) -> None:
+def test_packed_file_has_the_sums_for_zero_points(llama: Path, tmp_path: Path) -> None:
     config, writer, _ = CASES["int8-tensor-asym"]
     path, _ = write(llama, tmp_path, dict(config), writer, but_head)
     models = [load_tiny(path, packed_weights_cache=str(tmp_path / "kept"), **CHECKPOINT) for _ in range(2)]
@@ -371,9 +371,11 @@ def test_recorded_graphs_include_activation_rounding(
 ) -> None:
     config, writer, _ = CASES[name]
     path, _ = write(llama, tmp_path, dict(config), writer, but_head)
-    recorded: list[taped_forward.RecordedGraph] = []
-    record = taped_forward.record
-    monkeypatch.setattr(taped_forward, "record", lambda *args: recorded.append(record(*args)) or recorded[-1])
+    recorded: list[recorded_forward.RecordedGraph] = []
+    record = recorded_forward.record
+    monkeypatch.setattr(
+        recorded_forward, "record", lambda *args: recorded.append(record(*args)) or recorded[-1]
+    )
     params = [SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, logprobs=2) for n in (5, 9)]
     outputs = []
     for eager in (True, False):

@@ -93,7 +93,7 @@ def test_ranks_share_the_experts(
     same(*(load_model(prepared_config(path, **shared), Shard(rank, 2)) for path in paths), tolerance=1e-6)
 
 
-def test_adapters_name_what_transformers_has(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_adapters_use_names_of_transformers(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     listed, floats = write(tiny_model("gptoss"), tmp_path, *FORMS["floats"][:2])
     ours, theirs = ([names for names, _, _ in load_tiny(path).adapter_layers()] for path in (listed, floats))
     assert ours == theirs

@@ -17,8 +17,8 @@ from quire.kernels import ops
 from quire.kernels.linear import RowQuantization
 from quire.layers.linear import Linear
 from quire.layers.quantization import FLOATS
+from quire.layers.quantized.codec import codec_of
 from quire.layers.quantized.method import EncodedModule, EncodedWeights
-from quire.layers.quantized.table import codec_of
 from quire.models.json_object import JsonObject
 from quire.models.quantized.reader import METHODS
 from tests.fixtures.published import record

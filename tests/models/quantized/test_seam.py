@@ -16,11 +16,10 @@ from torch import Tensor
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantized.bitsandbytes import STORAGES
-from quire.layers.quantized.table import codec_of
+from quire.layers.quantized.codec import codec_of
 from quire.models.hf_config import read_hf_config
 from quire.models.json_object import JsonObject
 from quire.models.loader import load_model
-from quire.models.quantized.page import EXAMPLES, PAGE, page
 from quire.models.quantized.reader import METHODS
 from quire.models.weight_files import SINGLE_NAME
 from tests.fixtures.folded import folded
@@ -30,12 +29,13 @@ from tests.models.quantized.test_awq import CONFIG as AWQ
 from tests.models.quantized.test_gptq import WRITERS, Writer
 from tests.models.quantized.test_published_encodings import CASES, but_head
 from tests.models.test_expert_parallel import logits, of_replicas
+from tools.quantized_page import EXAMPLES, PAGE, page
 
 FP8 = CASES["fp8-tensor"]
 
 
-def test_the_page_says_what_the_code_does() -> None:
-    assert Path(PAGE).read_text() == page(), "run: python -m quire.models.quantized.page"
+def test_page_matches_the_code() -> None:
+    assert Path(PAGE).read_text() == page(), "run: python -m tools.quantized_page"
 
 
 def form(config: dict[str, Any]) -> tuple[Any, ...]:

@@ -48,7 +48,7 @@ ONE_OF_EACH = {case.config["quant_method"]: name for name, case in WRITERS.items
         if which == number % 2 or name in ONE_OF_EACH
     ],
 )
-def test_quantized_head_is_read_whatever_the_list_says(
+def test_quantized_head_is_read_despite_skip_list(
     name: str, skipped: list[str], llama: Path, tmp_path: Path
 ) -> None:
     case = WRITERS[name]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """1,000 hostile files: each is an error in words, or an image, and never a crash; the decoder's memory stays flat.
 
-Those that are made on purpose go through a door and its process; mutations through the function of
-the process.
+Those that are made on purpose go through a door and its process; mutations through the function of the process.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from quire.entrypoints.chat.formats.constraint import NOTHING, Form, either, fix
 from quire.entrypoints.chat.formats.format import ToolFormat
 from quire.entrypoints.chat.formats.scanning import Event, Markers, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.syntax import json_object
-from quire.entrypoints.chat.tool_grammar import Calls, calls_in_text, calls_only, free_text, one_call
+from quire.entrypoints.chat.tool_grammar import AllowedCalls, calls_in_text, calls_only, free_text, one_call
 from quire.errors import ValidationError
 from quire.structured_outputs_params import PARAM
 
@@ -81,14 +81,14 @@ class PromptedGrammar:
     def text(self, wanted: Form) -> Form:
         return row(fixed(TO_USER), wanted)
 
-    def calls(self, calls: Calls) -> Form:
+    def calls(self, calls: AllowedCalls) -> Form:
         first = replace(self._tools, each=False, opening="", separator=MARKER)
         return calls_only(first, calls.functions, at_most_one=calls.at_most_one)
 
-    def text_or_calls(self, wanted: Form, calls: Calls) -> Form:
+    def text_or_calls(self, wanted: Form, calls: AllowedCalls) -> Form:
         return either([self.text(wanted), self.calls(calls)])
 
-    def calls_in_text(self, calls: Calls) -> Form:
+    def calls_in_text(self, calls: AllowedCalls) -> Form:
         said = calls_in_text(self._tools, calls.functions, at_most_one=calls.at_most_one)
         return either([self.text(said), self.calls(calls)])
 
@@ -268,22 +268,22 @@ class HarmonyGrammar:
     def text(self, wanted: Form) -> Form:
         return wanted if self._in_text else self._behind(_final(wanted))
 
-    def calls(self, calls: Calls) -> Form:
+    def calls(self, calls: AllowedCalls) -> Form:
         only = self._behind(self._only(calls))
         return row(_maybe(END), only) if self._in_text else only
 
-    def text_or_calls(self, wanted: Form, calls: Calls) -> Form:
+    def text_or_calls(self, wanted: Form, calls: AllowedCalls) -> Form:
         if self._in_text:
             return either([wanted, self.calls(calls)])
         return self._behind(either([_final(wanted), self._only(calls)]))
 
-    def calls_in_text(self, calls: Calls) -> Form:
+    def calls_in_text(self, calls: AllowedCalls) -> Form:
         """Allow text messages in the channel `commentary` before the calls."""
         last = either([_final(FREE), self._only(calls)])
         messages = self._behind(last, said=(ANALYSIS, COMMENTARY))
         return _message_before(messages, is_last=True) if self._in_text else messages
 
-    def _only(self, calls: Calls) -> Form:
+    def _only(self, calls: AllowedCalls) -> Form:
         """Match calls only. Models that treat `<|call|>` as an end token stop there, outside of the grammar."""
         assert self.tools is not None, "checked by `tools_in_use`"
         call = row(one_call(self.tools, calls.functions), _maybe(CALL))

@@ -10,15 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quire.entrypoints.chat.formats.constraint import (
-    Form,
-    Schema,
-    arguments_of,
-    fields,
-    fixed,
-    row,
-    verbatim,
-)
+from quire.entrypoints.chat.formats.constraint import Form, Schema, arguments_of, fields, fixed, row, verbatim
 from quire.entrypoints.chat.formats.elements import PythonLiterals
 from quire.entrypoints.chat.formats.python_literals import literal, parse_python
 from quire.entrypoints.chat.formats.scanning import MAX_HEAD_CHARS, CallEnd, ToolCall, Tools, python_end

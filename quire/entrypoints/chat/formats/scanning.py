@@ -15,8 +15,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from quire.entrypoints.chat.formats.constraint import ANNOTATIONS, Schema, UnenforceableError
-from quire.json_schema.ecma_regex import RegexError, to_rust
-from quire.json_schema.formats import AS_PATTERN, LIBRARY, REFUSED
+from quire.json_schema.ecma_regex import AS_PATTERN, LIBRARY, REFUSED, RegexError, to_rust
 from quire.outputs import ToolCall as ToolCall
 
 Tools = Mapping[str, Mapping[str, Any]]  # Tools of the request: name -> JSON schema of its arguments.

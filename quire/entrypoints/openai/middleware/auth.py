@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.entrypoints.openai.errors import id_headers, request_id_of, response_of
 from quire.entrypoints.openai.in_flight import ClientDisconnectedError, InFlight, shutdown_error
 from quire.entrypoints.openai.keys import ClientIds, Keyring, given_id, given_key
-from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.notes import RequestNotes
 from quire.errors import AuthenticationError, UnavailableError
 from quire.logging_setup import request_id as log_request_id
 from quire.metrics.catalog import make_family
@@ -66,7 +66,7 @@ class ErrorBoundary:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                notes: Notes | None = state.get("notes")
+                notes: RequestNotes | None = state.get("notes")
                 note_headers = notes.headers(is_error=message["status"] >= 400) if notes else ()
                 headers = [*message.get("headers", ()), *id_headers(scope), *note_headers]
                 message["headers"] = headers

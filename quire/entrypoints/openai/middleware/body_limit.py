@@ -256,9 +256,8 @@ def _refusal(headers: Headers) -> ClientError | None:
 
 
 class HeaderLimit:
-    """Rejects too many or too large headers. The HTTP server's own limit is larger for heads that arrive in one
-    piece.
-    """
+    """Rejects too many or too large headers. The HTTP server's own limit is larger for heads that arrive in
+    one piece."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

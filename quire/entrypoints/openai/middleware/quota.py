@@ -28,7 +28,7 @@ RATE_LIMIT_HEADERS = tuple(
 )
 
 
-class Bucket:
+class TokenBucket:
     """Token bucket of one minute's allowance, refilled continuously; `limit` None: unlimited.
 
     `cells` hold the used amount and its timestamp; initially 0 and 0.
@@ -81,8 +81,8 @@ class Meter:
         self._slot = slot
         self._column = len(CounterField) + number
         account = slot.counters.account(number)
-        self._requests = Bucket(tenant.requests_per_minute, clock, account[:2])
-        self._tokens = Bucket(tenant.tokens_per_minute, clock, account[2:])
+        self._requests = TokenBucket(tenant.requests_per_minute, clock, account[:2])
+        self._tokens = TokenBucket(tenant.tokens_per_minute, clock, account[2:])
 
     def enter(self) -> None:
         """Count a new request; every successful call needs a `leave`.

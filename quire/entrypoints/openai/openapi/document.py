@@ -49,12 +49,7 @@ SCHEMES: dict[str, Schema] = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     "adminBearer": {"type": "http", "scheme": "bearer", "description": "The admin key."},
-    "adminHeader": {
-        "type": "apiKey",
-        "in": "header",
-        "name": "x-api-key",
-        "description": "The admin key.",
-    },
+    "adminHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The admin key."},
 }
 KEY, ADMIN_KEY = ("bearer", "header"), ("adminBearer", "adminHeader")  # Either of two ways to send a key.
 REFERENCE = "#/components/schemas/{name}"
@@ -296,10 +291,7 @@ class Document:
     def __init__(
         self, routers: Sequence[APIRouter], controls: Sequence[APIRouter], access: AccessRules
     ) -> None:
-        self._described = [
-            *_described(routers, is_control=False),
-            *_described(controls, is_control=True),
-        ]
+        self._described = [*_described(routers, is_control=False), *_described(controls, is_control=True)]
         self._access = access
         self._written: tuple[ServerLimits, Schema] | None = None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of request fields beyond their types: those of `SamplingParams`, and those of one server.
+"""Ranges of request fields beyond their types: those of `SamplingParams`, and of one server's options and tasks.
 
 A rule maps each JSON type of a field to keywords that narrow it. Rules are named like fields; a schema may name another
 rule in `x-rule`.
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.config.pooling import PoolingSpec
+from quire.config.pooling import CLASS_TASKS, TOKEN_TASKS, PoolingSpec
 from quire.engine.input_processor import MAX_SALT_CHARS
 from quire.entrypoints.chat.template import OWN_VARIABLES
-from quire.entrypoints.openai.openapi.pooling import pooling_relations, pooling_rules
 from quire.entrypoints.openai.protocol.media_shapes import EMBEDS
+from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has
 from quire.entrypoints.openai.protocol.shapes import INCLUDED_LOGPROBS
 from quire.sampling_extras import (
     MAX_BAD_WORDS,
@@ -29,6 +29,7 @@ from quire.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS, RANGES
 
 if TYPE_CHECKING:
     from quire.entrypoints.openai.state import ServerState
+
 
 Schema = dict[str, Any]
 Rule = Mapping[str, Schema]
@@ -211,3 +212,41 @@ def narrow(schema: Schema, rule: Rule) -> Schema:
         if isinstance(schema.get(inner), dict):
             narrowed[inner] = narrow(schema[inner], rule)
     return narrowed
+
+
+def pooling_rules(spec: PoolingSpec) -> dict[str, dict[str, Schema]]:
+    """Return the rules by field name, as in `Limits`."""
+    allowed: Schema = (
+        {"minimum": 1, "maximum": spec.size}
+        if 0 in spec.matryoshka
+        else {"enum": sorted({*spec.matryoshka, spec.size})}
+    )
+    return {
+        "dimensions": {"integer": allowed},
+        "output_dimension": {"integer": allowed},
+        "task": {"string": {"enum": list(spec.tasks)}},
+        "prompt_name": {"string": {"enum": ["", *(name for name, _ in spec.prompts)]}},
+    }
+
+
+def pooling_relations(spec: PoolingSpec) -> dict[str, tuple[Schema, ...]]:
+    """Return relations by request model: fields that only some tasks allow (`PoolingSpec.check`, `embeddings.pool`)."""
+    return {"PoolingRequest": (either(*(_of_task(spec, task) for task in spec.tasks)),)}
+
+
+def _of_task(spec: PoolingSpec, task: str) -> Schema:
+    named = asks_nothing("task", task) if task == spec.tasks[0] else has("task", {"const": task})
+    limits = [named]
+    if task in TOKEN_TASKS:
+        limits.append(asks_nothing("encoding_format", "float"))
+    if task in CLASS_TASKS:
+        limits += [asks_nothing("dimensions"), _classes_below(spec.size_of(task))]
+    else:
+        limits.append(asks_nothing("returned_token_ids"))
+    if spec.pooling != "step":
+        limits.append(asks_nothing("step_tag_id"))
+    return both(*limits)
+
+
+def _classes_below(end: int) -> Schema:
+    return {"properties": {"returned_token_ids": {"items": {"maximum": end - 1}}}}

@@ -161,7 +161,7 @@ def launch(counters: SharedCounters) -> tuple[subprocess.Popen[bytes], socket.so
         return process, channel, connections
 
 
-class Owner(Protocol):
+class CoreOwner(Protocol):
     """Owner of the cores, which drops the requests of a dead front end."""
 
     def forget(self, front_end: int) -> None: ...
@@ -175,7 +175,7 @@ class ApiServerSupervisor:
     """
 
     def __init__(
-        self, state: ServerState, owner: Owner, counters: SharedCounters, hello: WorkerHello
+        self, state: ServerState, owner: CoreOwner, counters: SharedCounters, hello: WorkerHello
     ) -> None:
         self._state = state
         self._owner = owner

@@ -21,9 +21,9 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     parent, channel, connections, counters = map(int, sys.argv[1:5])
 
-    from quire.engine.core_service import Parent
+    from quire.engine.core_service import ParentProcess
 
-    Parent(parent).watch()
+    ParentProcess(parent).watch()
 
     with uncollected():
         from quire.entrypoints.openai.api_server import loop_factory

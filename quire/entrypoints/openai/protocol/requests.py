@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.notes import RequestNotes
 from quire.entrypoints.openai.protocol import relations as related
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.constraints import ConstraintFields
@@ -45,14 +45,14 @@ class RequestModel(BaseModel):
     without_effect: ClassVar[tuple[str, ...]] = ()  # Fields that are checked and have no effect.
     # Relations between fields, for the OpenAPI document.
     relations: ClassVar[tuple[dict[str, Any], ...]] = ()
-    _notes: Notes = PrivateAttr(default_factory=Notes)
+    _notes: RequestNotes = PrivateAttr(default_factory=RequestNotes)
 
     @property
-    def notes(self) -> Notes:
+    def notes(self) -> RequestNotes:
         """Notes for the reply."""
         return self._notes
 
-    def with_notes(self, notes: Notes) -> Self:
+    def with_notes(self, notes: RequestNotes) -> Self:
         """Attach the notes taken while the request was read."""
         self._notes = notes
         return self

@@ -224,10 +224,7 @@ STRUCTURED_OUTPUTS = any_of(
 
 # `chat_prompt.chat_prompt`
 DOCUMENTS: Schema = {**optional(array({"type": "object"})), "x-rule": "documents_of_chats"}
-TEMPLATE_OPTIONS: Schema = {
-    "type": "object",
-    "propertyNames": {"not": enum(*sorted(OWN_VARIABLES))},
-}
+TEMPLATE_OPTIONS: Schema = {"type": "object", "propertyNames": {"not": enum(*sorted(OWN_VARIABLES))}}
 
 # `sampling.completion_params`
 COMPLETION_MAX_TOKENS: Schema = {**optional({"type": "integer"}), "x-rule": "completion_max_tokens"}

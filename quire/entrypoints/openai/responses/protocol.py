@@ -62,20 +62,14 @@ _PARTS = (text_parts(TEXT_PARTS), *media_parts("input_image"))
 CONTENT = any_of(shapes.TEXT, array(any_of(*_PARTS)))
 OUTPUT = any_of(
     shapes.TEXT,
-    array(
-        any_of(
-            *_PARTS,
-            object_of({"stdout": shapes.TEXT}, {"type": shapes.NULL, "stderr": shapes.TEXT}),
-        )
-    ),
+    array(any_of(*_PARTS, object_of({"stdout": shapes.TEXT}, {"type": shapes.NULL, "stderr": shapes.TEXT}))),
 )
 INPUT = any_of(
     shapes.TEXT,
     array(
         any_of(
             object_of(
-                {"role": enum("user", "system", "developer"), "content": CONTENT},
-                {"type": enum("message")},
+                {"role": enum("user", "system", "developer"), "content": CONTENT}, {"type": enum("message")}
             ),
             object_of({"role": enum("assistant")}, {"type": enum("message"), "content": CONTENT}),
             object_of(
@@ -171,9 +165,7 @@ RELATIONS = (
         asks_nothing("structured_outputs"),
         {
             "properties": {
-                "text": {
-                    "properties": {"format": any_of(shapes.NULL, object_of({"type": enum("text")}))},
-                }
+                "text": {"properties": {"format": any_of(shapes.NULL, object_of({"type": enum("text")}))}}
             }
         },
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.notes import RequestNotes
 from quire.entrypoints.openai.responses.protocol import MAX_PART_CHARS
 from quire.entrypoints.openai.tool_choice import custom_function, grammar_of
 from quire.errors import ValidationError
@@ -48,7 +48,7 @@ class ResponseTools:
         ValidationError: a function, custom tool or namespace is incomplete.
     """
 
-    def __init__(self, tools: Sequence[Fields], notes: Notes) -> None:
+    def __init__(self, tools: Sequence[Fields], notes: RequestNotes) -> None:
         # Tools of the chat request at the client's indices; further members of a namespace come last.
         self.chat: list[Fields] = [{"type": _kind(tool, f"tools.{i}")} for i, tool in enumerate(tools)]
         # Paths of chat's tools -> paths of the client's, where they differ.
@@ -110,8 +110,7 @@ class ResponseTools:
         client = ClientTool(tool["name"], namespace, tool["type"] == "custom")
         if namespace is not None and (client.name, namespace) in self._names:
             raise ValidationError(
-                f"{place}.name {client.name!r:.80} is already used in this namespace",
-                param=f"{place}.name",
+                f"{place}.name {client.name!r:.80} is already used in this namespace", param=f"{place}.name"
             )
         shown = client.name if namespace is None else self._unused(_joined(client.name, namespace))
         self._shown.setdefault(shown, client)

@@ -385,7 +385,7 @@ CONVERSATION = (
 
 
 @pytest.mark.parametrize("name", RENDERING)
-def test_choose_template_without_evidence_takes_what_reads_it(name: str) -> None:
+def test_choose_template_without_evidence_takes_a_reader(name: str) -> None:
     written, tools, reasoning = RENDERING[name]
     source = CONVERSATION.replace("WRITTEN", written)
     template = ChatTemplate(source)

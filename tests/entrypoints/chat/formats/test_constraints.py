@@ -21,7 +21,13 @@ from quire.entrypoints.chat.formats.reasoning import FORMATS as REASONING
 from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.formats.tools import FORMATS
-from quire.entrypoints.chat.tool_grammar import Calls, Function, after_reasoning, calls_in_text, calls_only
+from quire.entrypoints.chat.tool_grammar import (
+    AllowedCalls,
+    AllowedFunction,
+    after_reasoning,
+    calls_in_text,
+    calls_only,
+)
 from quire.errors import ValidationError
 from quire.json_schema.structural_tag import as_tag
 from quire.structured_output.backend import Masks, Matcher
@@ -167,14 +173,14 @@ def check_calls(found: list[Event], schemas: dict[str, Any]) -> None:
         jsonschema.validate(json.loads(event.arguments), schemas[event.name])
 
 
-def strict(schemas: dict[str, Any]) -> list[Function]:
-    return [Function(name, schema, True) for name, schema in schemas.items()]
+def strict(schemas: dict[str, Any]) -> list[AllowedFunction]:
+    return [AllowedFunction(name, schema, True) for name, schema in schemas.items()]
 
 
 @folded("row", ROWS, ids=IDS)
 @settings(derandomize=True, max_examples=4, deadline=None)
 @given(drawn=functions(), is_special=st.booleans())
-def test_what_a_format_writes_is_allowed(row: ToolFormat, drawn: Any, is_special: bool) -> None:
+def test_calls_written_by_a_format_are_allowed(row: ToolFormat, drawn: Any, is_special: bool) -> None:
     schemas, calls = drawn
     special = special_of(row) if is_special else ()
     text = row.write(calls)
@@ -186,7 +192,7 @@ def test_what_a_format_writes_is_allowed(row: ToolFormat, drawn: Any, is_special
 @folded("row", ROWS, ids=IDS)
 @settings(derandomize=True, max_examples=4, deadline=None)
 @given(drawn=functions(), is_special=st.booleans(), at_most_one=st.booleans(), seed=st.integers(0, 2**32))
-def test_what_is_allowed_is_read_as_valid_calls(
+def test_allowed_calls_parse_as_valid_calls(
     row: ToolFormat, drawn: Any, is_special: bool, at_most_one: bool, seed: int
 ) -> None:
     schemas, _ = drawn
@@ -278,7 +284,7 @@ def test_constraint_begins_after_the_reasoning(reasoning: ReasoningFormat, is_sp
 def test_grammar_prompt_with_the_first_marker_leaves_it_out() -> None:
     formats = choose("functionary_v32", "functionary_v32", None)
     prompt = "<|start_header_id|>assistant<|end_header_id|>\n\n>>>"
-    grammar, calls = formats.grammar(prompt), Calls(strict(SCHEMAS), at_most_one=False)
+    grammar, calls = formats.grammar(prompt), AllowedCalls(strict(SCHEMAS), at_most_one=False)
     written = formats.tools.write([("now", {"n": 1}), ("now", {"n": 2})]) if formats.tools else ""
     answer = written.removeprefix(">>>")
     assert Walker(grammar.calls(calls)).takes(answer)
@@ -311,18 +317,18 @@ def test_schema_beyond_a_format_is_refused_by_the_formats_name(name: str, schema
     with pytest.raises(
         ValidationError, match=f"--tool-call-parser {name} cannot be enforced for the function 'f'"
     ):
-        calls_only(BY_NAME[name], [Function("f", schema, True)], at_most_one=True)
+        calls_only(BY_NAME[name], [AllowedFunction("f", schema, True)], at_most_one=True)
 
 
 @folded("schema", [one for one in UNSAYABLE if "a b" not in str(one)], ids=str)
 def test_schema_beyond_tags_is_refused_by_the_formats_name(schema: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="--tool-call-parser qwen3_coder cannot be enforced"):
-        calls_only(BY_NAME["qwen3_coder"], [Function("f", schema, True)], at_most_one=True)
+        calls_only(BY_NAME["qwen3_coder"], [AllowedFunction("f", schema, True)], at_most_one=True)
 
 
 @folded("row", ROWS, ids=IDS)
 def test_arguments_of_a_lenient_function_may_be_any(row: ToolFormat) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    walker = Walker(calls_only(row, [Function("f", schema, False)], at_most_one=True))
+    walker = Walker(calls_only(row, [AllowedFunction("f", schema, False)], at_most_one=True))
     assert walker.takes(row.write([("f", {"a": "text"})]))
     assert walker.takes(row.write([("f", {})]))

@@ -17,7 +17,7 @@ from quire.entrypoints.chat.formats.harmony import MARKERS
 from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.selection import AnswerFormat
 from quire.entrypoints.chat.formats.tools import FORMATS
-from quire.entrypoints.chat.tool_grammar import Calls
+from quire.entrypoints.chat.tool_grammar import AllowedCalls
 from quire.errors import ValidationError
 from tests.entrypoints.chat.formats.test_constraints import SCHEMAS, Walker, functions, strict
 
@@ -40,8 +40,8 @@ CITY: dict[str, Any] = {
 }
 
 
-def calls_of(schemas: dict[str, Any], *, at_most_one: bool = False) -> Calls:
-    return Calls(strict(schemas), at_most_one)
+def calls_of(schemas: dict[str, Any], *, at_most_one: bool = False) -> AllowedCalls:
+    return AllowedCalls(strict(schemas), at_most_one)
 
 
 def walker(form: Form, *, is_special: bool) -> Walker:

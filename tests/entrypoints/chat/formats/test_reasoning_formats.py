@@ -160,7 +160,7 @@ words = st.sampled_from(
 @folded("row", FORMATS, ids=lambda row: row.name)
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(text=st.lists(words, max_size=9).map("".join), data=st.data())
-def test_whatever_is_written_cuts_do_not_matter(row: ReasoningFormat, text: str, data: st.DataObject) -> None:
+def test_cuts_do_not_change_parsed_reasoning(row: ReasoningFormat, text: str, data: st.DataObject) -> None:
     at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     whole = read(row, [text])
     assert read(row, [text[start:end] for start, end in itertools.pairwise([0, *at, len(text)])]) == whole
