@@ -70,10 +70,22 @@ struct Int8Dot {
         asm("" : "+x"(w.low[0]), "+x"(w.low[1]), "+x"(w.high[0]), "+x"(w.high[1]));
         return w;
     }
-    static void put(int32_t* out, const int8_t* quad, int32_t zero) {
-        const auto whole = [=](int k) { return static_cast<int16_t>(quad[k] + zero); };
-        const int16_t halves[] = {whole(0), whole(2), whole(1), whole(3)};
-        __builtin_memcpy(out, halves, sizeof halves);
+    template <int64_t values>
+    static void put(int32_t* out, int64_t stride, const int8_t* rounded, int32_t zero) {
+        static_assert(values % 16 == 0, "four quads at once");
+        // Of each quad the first and third, then the others.
+        const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,
+                                               0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+        for (int64_t k = 0; k < values; k += 16, out += 4 * stride) {
+            const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rounded + k)));
+            const __m256i whole = _mm256_add_epi16(words, _mm256_set1_epi16(static_cast<int16_t>(zero)));
+            const __m256i quads = _mm256_shuffle_epi8(whole, order);
+            const __m128i low = _mm256_castsi256_si128(quads), high = _mm256_extracti128_si256(quads, 1);
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(out), low);
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(out + stride), _mm_unpackhi_epi64(low, low));
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(out + 2 * stride), high);
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(out + 3 * stride), _mm_unpackhi_epi64(high, high));
+        }
     }
     static void add(Sum& sum, const Weights& w, const int32_t* x) {
         const __m256i even = _mm256_set1_epi32(x[0]), odd = _mm256_set1_epi32(x[1]);

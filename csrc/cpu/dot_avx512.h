@@ -44,7 +44,7 @@ struct Dots512 {
 template <int64_t part>
 using Int8Dot = Int8DotOf<Dots512, part>;
 template <int64_t part>
-using Int6Dot = Int6DotOf<Dots512, part>;
+using Int6Dot = Int6DotOf<Dots512, part, 4>;
 template <int64_t part>
 using Int4Dot = Int4DotOf<Dots512, part>;
 template <int64_t part>

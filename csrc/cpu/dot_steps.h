@@ -3,10 +3,10 @@
 //
 // All instruction sets make the same integers. A Dot names what a step of packed weights becomes in registers (Weights),
 // what its products are summed in over a part of a chunk (Sum), how many k a part has (few enough that no sum overflows, 32
-// of 4 bits, and no more than share a scale of weights), and from how many tiles of rows on weights are unpacked once for all. A sum starts
-// with the word that `start_word` makes of a part's activations and their sum: a factor times it, which takes the weights' zero
-// point out at no cost. A quad of activations is kWords words, as `put` writes them; whether their zero point
-// is in the words, kTakesPoints says. kTogether quads are added at once, whose activations lie apart.
+// of 4 bits, and no more than share a scale of weights), and from how many tiles of rows on weights are unpacked once for all. A
+// sum starts with the word that `start_word` makes of a part's activations and their sum: a factor times it, which takes the
+// weights' zero point out at no cost. A quad of activations is kWords words, as `put` writes those of some values, `stride` words
+// apart; whether their zero point is in the words, kTakesPoints says. kTogether quads of a row are added at once.
 
 #pragma once
 
@@ -31,7 +31,10 @@ struct NoBook {
 struct QuadWord {
     static constexpr int kWords = 1, kTogether = 1;
     static constexpr bool kTakesPoints = false;
-    static void put(int32_t* out, const int8_t* quad, int32_t) { __builtin_memcpy(out, quad, kQuad); }
+    template <int64_t values>
+    static void put(int32_t* out, int64_t stride, const int8_t* rounded, int32_t) {
+        for (int64_t k = 0; k < values; k += kQuad) __builtin_memcpy(out + k / kQuad * stride, rounded + k, kQuad);
+    }
 };
 
 // The Dots of an instruction set that multiplies quads of bytes and adds them to 32 bits: Quads are the 64 bytes of a step in

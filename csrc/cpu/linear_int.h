@@ -233,6 +233,11 @@ inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W
                             const PartSums& part_sums, const RowOfOnes& ones, const typename Dot::Book& book, int64_t chunks,
                             const uint8_t* next) {
     constexpr int kParts = kChunk / Dot::kPart / spans, kSteps = Dot::kPart / (kQuad * Dot::kQuads);
+    constexpr bool kKeeps = R * P <= kKeptSums;
+    Lanes16 kept[R][P];
+    for (int r = 0; kKeeps && r < R; ++r) {
+        for (int p = 0; p < P; ++p) kept[r][p] = load16(sums + r * stride + p * kPanel);
+    }
     for (int64_t span = 0; span < chunks * spans; ++span) {
         Lanes16 products[R][P] = {};
 #pragma GCC unroll 2
@@ -258,12 +263,18 @@ inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
             for (int p = 0; p < P; ++p) {
                 Float32* sum = sums + r * stride + p * kPanel;
-                store16(sum, fma(products[r][p], splat16(x.scales[r].value), load16(sum)));
+                const Lanes16 scale = splat16(x.scales[r].value);
+                if constexpr (kKeeps) kept[r][p] = fma(products[r][p], scale, kept[r][p]);
+                else store16(sum, fma(products[r][p], scale, load16(sum)));
             }
         }
         x.scales += R, x.points += R;
+    }
+    for (int r = 0; kKeeps && r < R; ++r) {
+        for (int p = 0; p < P; ++p) store16(sums + r * stride + p * kPanel, kept[r][p]);
     }
 }
 
@@ -462,9 +473,7 @@ struct IntKernel {
             return;
         }
         int32_t* out = words(start) + span * kSpanWords * rows + row * kWords;
-        for (int64_t quad = 0; quad < kSpanSize / kQuad; ++quad) {
-            Dot::put(out + quad * rows * kWords, rounded + quad * kQuad, how.zero);
-        }
+        Dot::template put<kSpanSize>(out, rows * kWords, rounded, how.zero);
     }
 
     void multiply(const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
@@ -473,9 +482,9 @@ struct IntKernel {
         const Outputs outputs = outputs_of(panel, count);
         begin(sums, tiling, start, rows, panel, count);
         if (tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
-        else for_panels<1, 1, kWidePanels>(count, [&](auto width, int64_t p) {
-            multiply_panels<decltype(width)::value>(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p, outputs);
-        });
+        else for (int64_t p = 0; p < count; ++p) {
+            multiply_panel(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p, outputs);
+        }
         if constexpr (Panels::kStepsRows) scale_rows(sums, tiling, start, rows, count);
         outputs.write(start, rows, sums);
     }
@@ -558,21 +567,19 @@ struct IntKernel {
 
     // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way to the
     // second.
-    template <int P>
-    void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel,
-                         const Outputs& outputs) const {
-        constexpr int64_t kBlock = kBlockChunks / P, kBlockBytes = kBlock * kChunkSteps * Dot::kBytes;
+    void multiply_panel(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel,
+                        const Outputs& outputs) const {
+        constexpr int64_t kBlockBytes = kBlockChunks * kChunkSteps * Dot::kBytes;
         const int64_t first_row = tiling.start(tiles.begin);
         const bool unpacks = tiles.end - tiles.begin >= Dot::kUnpackTiles;
-        static_assert(P == 1 || !kUnpacks, "one panel's weights are unpacked together");
         constexpr CodeSums kSums = kNeedsSums ? CodeSums::kBefore : CodeSums::kNone;
         const RowOfOnes ones(panels.zero());
         typename Dot::Weights unpacked[kUnpacks ? kWideSteps : 1];
-        for (int64_t chunk = 0; chunk < num_chunks; chunk += kBlock) {
-            const int64_t left = num_chunks - chunk, size = left < kBlock ? left : kBlock;
+        for (int64_t chunk = 0; chunk < num_chunks; chunk += kBlockChunks) {
+            const int64_t left = num_chunks - chunk, size = left < kBlockChunks ? left : kBlockChunks;
             const uint8_t* from = packed_weights(panel, chunk);
-            const auto scaled = groups<P, kBlock>(panel, chunk, size);
-            const auto kept = part_sums<P, kBlock>(panel, chunk, size, ones, from + kBlockBytes);
+            const auto scaled = groups<1, kBlockChunks>(panel, chunk, size);
+            const auto kept = part_sums<1, kBlockChunks>(panel, chunk, size, ones, from + kBlockBytes);
             if constexpr (kUnpacks) {
                 for (int64_t step = 0; unpacks && step < size * kChunkSteps; ++step) {
                     unpacked[step] = Dot::unpack(from + step * Dot::kBytes, panels.book());
@@ -582,7 +589,7 @@ struct IntKernel {
                 if (size == left) outputs.fetch(tiling.start(tile), tiling.size(tile));
                 with_rows<kMostRows>(tiling.size(tile), [&](auto rows) {
                     auto multiply = [&](const auto* weights, int64_t panel_stride) {
-                        multiply_chunks<decltype(rows)::value, P, kLater, kSums, kSpans, Dot>(
+                        multiply_chunks<decltype(rows)::value, 1, kLater, kSums, kSpans, Dot>(
                             sums + (tiling.start(tile) - first_row) * stride, stride, packed(tiling, tile, chunk), weights,
                             panel_stride, scaled, kept, ones, panels.book(), size, from + kBlockBytes);
                     };
