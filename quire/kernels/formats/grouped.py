@@ -111,9 +111,10 @@ class GroupedFormat(Format):
 
     def to_steps(self, codes: Tensor) -> Tensor:
         """Pack codes [P, 16, K] into panels [P, *step_shape]."""
-        quads = torch.unflatten(codes, 2, (-1, self.per_byte, QUAD)).unbind(3)  # [P, 16, steps, 4]
-        steps = quads[0] | quads[1] << 4 if self.per_byte == 2 else quads[0]
-        return steps.transpose(1, 2).contiguous()
+        words = codes.contiguous().view(torch.int32)  # a quad in each
+        if self.per_byte == 2:
+            words = words[:, :, ::2] | words[:, :, 1::2] << 4
+        return torch.unflatten(words.transpose(1, 2).contiguous().view(torch.uint8), 2, (PANEL, QUAD))
 
     def from_steps(self, panels: Tensor) -> Tensor:
         """Invert `to_steps`."""

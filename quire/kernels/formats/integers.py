@@ -15,6 +15,7 @@ from quire.kernels.formats.two_level import two_level
 from quire.kernels.linear import INT8_ZERO, PANEL, QUAD, Layout, PackedWeight, WeightScheme
 
 INT4_ZERO = 8
+_PANELS_TOGETHER = 4
 _LEAST_FLOAT16, _MOST_FLOAT16 = 2.0**-17, 65520.0
 """Float16 holds scales from the first up to, but without, the second to 2^-8 of themselves or better."""
 
@@ -107,10 +108,16 @@ class Int6Format(SignedFormat):
         return padded // (4 * QUAD), 3, PANEL, QUAD
 
     def to_steps(self, codes: Tensor) -> Tensor:
-        first, second, third, fourth = torch.unflatten(codes, 2, (-1, 4, QUAD)).unbind(3)
-        high = first >> 4 | second >> 4 << 2 | third >> 4 << 4 | fourth >> 4 << 6
-        low = (first & 15 | second << 4, third & 15 | fourth << 4)
-        return torch.stack([*low, high], 2).permute(0, 3, 2, 1, 4).contiguous()
+        words = torch.unflatten(codes.contiguous().view(torch.int32), 2, (-1, 4))  # a quad in each
+        steps = words.new_empty(len(words), words.shape[2], 3, PANEL)
+        for first in range(0, len(words), _PANELS_TOGETHER):  # what lies between stays in the cache
+            some = slice(first, first + _PANELS_TOGETHER)
+            quads, out = words[some], steps[some]
+            low, high = (quads & 0x0F0F0F0F).unbind(3), (quads >> 4 & 0x03030303).unbind(3)
+            out[:, :, 0] = (low[0] | low[1] << 4).transpose(1, 2)
+            out[:, :, 1] = (low[2] | low[3] << 4).transpose(1, 2)
+            out[:, :, 2] = (high[0] | high[1] << 2 | high[2] << 4 | high[3] << 6).transpose(1, 2)
+        return torch.unflatten(steps.view(torch.uint8), 3, (PANEL, QUAD))
 
     def from_steps(self, panels: Tensor) -> Tensor:
         first, second, high = panels.permute(0, 3, 1, 2, 4).unbind(3)  # [P, 16, steps, 4]
