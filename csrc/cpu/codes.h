@@ -7,11 +7,23 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// What codes stand for: sixteen of the i-th k of a step, of which there are four for each code in a byte; and one.
-struct Int8Values {
-    static constexpr int64_t kPerByte = 1;
+// Codes of a whole number in a byte: a step, and one of them.
+template <int64_t per_byte>
+struct ByteSteps {
+    static constexpr int64_t kInputs = kQuad * per_byte, kBytes = kStepBytes;
+
+    static Ints16 step(const uint8_t* at) { return load_words(at); }
+    static uint8_t code(const uint8_t* panel, int64_t k, int64_t lane) {
+        const uint8_t byte = panel[byte_of(k, lane, per_byte)];
+        return per_byte == 1 ? byte : byte >> shift_of(k) & 15;
+    }
+};
+
+// What codes stand for: sixteen of the i-th k of a step; and one.
+struct Int8Values : ByteSteps<1> {
     int32_t zero;
 
+    explicit Int8Values(int32_t zero) : zero(zero) {}
     Lanes16 at(Ints16 step, int64_t i) const { return to_floats(bits_of(step, i * 8, 255) - splat16(zero)); }
     float of(uint8_t code) const { return static_cast<float>(code - zero); }
 };
@@ -19,18 +31,38 @@ struct Int8Values {
 // Where the nibble of the i-th k of a step is in its output's word.
 constexpr int64_t nibble_shift(int64_t i) { return i % kQuad * 8 + shift_of(i); }
 
-struct Int4Values {
-    static constexpr int64_t kPerByte = 2;
+struct Int4Values : ByteSteps<2> {
     int32_t zero;
 
+    explicit Int4Values(int32_t zero) : zero(zero) {}
     Lanes16 at(Ints16 step, int64_t i) const { return to_floats(bits_of(step, nibble_shift(i), 15) - splat16(zero)); }
     float of(uint8_t code) const { return static_cast<float>(code - zero); }
 };
 
+struct Int6Values {
+    static constexpr int64_t kInputs = kSixQuads * kQuad, kBytes = kSixBytes;
+    struct Step { Ints16 low[2], high; };
+
+    static Step step(const uint8_t* at) {
+        return {{load_words(at), load_words(at + kStepBytes)}, load_words(at + 2 * kStepBytes)};
+    }
+    static uint8_t code(const uint8_t* panel, int64_t k, int64_t lane) {
+        const uint8_t* at = panel + k / kInputs * kBytes + lane * kQuad + k % kQuad;
+        const int64_t quad = k / kQuad % kSixQuads;
+        const int low = at[quad / 2 * kStepBytes] >> shift_of(k) & 15, high = at[2 * kStepBytes] >> 2 * quad & 3;
+        return static_cast<uint8_t>(low | high << 4);
+    }
+    Lanes16 at(const Step& step, int64_t i) const {
+        const int64_t quad = i / kQuad;
+        const Ints16 high = bits_of(step.high, i % kQuad * 8 + 2 * quad, 3) * splat16(-16);
+        return to_floats(bits_of(step.low[quad / 2], nibble_shift(i), 15) - (high - splat16(-kInt6Zero)));
+    }
+    float of(uint8_t code) const { return static_cast<float>(code - kInt6Zero); }
+};
+
 // E4M3 has an exponent of 4 bits and a mantissa of 3: at the place of a float16's they are 2^8 times too small, subnormal
 // numbers included. It has no infinities, and one NaN.
-struct Fp8Values {
-    static constexpr int64_t kPerByte = 1;
+struct Fp8Values : ByteSteps<1> {
     static constexpr float kStep = 256.0f;
 
     static uint16_t half_of(uint32_t code) {
@@ -57,10 +89,10 @@ struct Fp8Values {
     float of(uint8_t code) const { return to_float(Float16{half_of(code)}) * kStep; }
 };
 
-struct BookValues {
-    static constexpr int64_t kPerByte = 2;
+struct BookValues : ByteSteps<2> {
     const Float32* book;
 
+    explicit BookValues(const Float32* book) : book(book) {}
     Lanes16 at(Ints16 step, int64_t i) const {
         const Ints16 codes = bits_of(step, nibble_shift(i), 15);
 #ifdef __AVX512F__
@@ -82,6 +114,7 @@ inline int64_t with_values(const Packing& packing, Body body) {
     switch (packing.format) {
         case kInt8: return body(Int8Values{zero_of(packing)});
         case kInt4: return body(Int4Values{zero_of(packing)});
+        case kInt6: return body(Int6Values{});
         case kFp8: return body(Fp8Values{});
         case kE2M1: case kIQ4NL: case kNF4: case kFP4: return body(BookValues{book_of(packing.format).values});
         default: return -1;
@@ -128,10 +161,10 @@ struct WidePanels {
                 const Shifts shifts(weight, zeros, group);
                 // Whole steps: what is behind the last k is never read.
                 const auto put = [&](auto weight_of) {
-                    constexpr int64_t kStep = kQuad * values.kPerByte;
+                    constexpr int64_t kStep = values.kInputs;
                     for (; k < end; k += kStep, wide += kStep * kPanel) {
-                        const Ints16 step = load_words(panel + byte_of(k, 0, values.kPerByte));
-#pragma GCC unroll 8
+                        const auto step = values.step(panel + k / kStep * values.kBytes);
+#pragma GCC unroll 16
                         for (int64_t i = 0; i < kStep; ++i) store16(wide + i * kPanel, weight_of(values.at(step, i)));
                     }
                 };

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "dot_steps.h"
+#include "dot_six.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
@@ -27,7 +27,7 @@ inline __m256i load_ints(const void* p) { return _mm256_loadu_si256(static_cast<
 // Bytes whose products with pairs of activations fit the 16 bits that they are added in, because these are at most kInt8Pair.
 template <int64_t part, int quads>
 struct ByteDot : QuadWord {
-    static constexpr int64_t kPart = part;
+    static constexpr int64_t kPart = part, kBytes = kStepBytes;
     static constexpr int kQuads = quads;
     struct Sum { __m256i low, high; };
     struct Weights { __m256i low[kQuads], high[kQuads]; };
@@ -52,8 +52,8 @@ struct ByteDot : QuadWord {
 // Bytes by integers of some more bits than 8: both as integers of 16 bits, those at even places and those at odd ones.
 template <int64_t part>
 struct Int8Dot {
-    static constexpr int64_t kPart = part;
-    static constexpr int kQuads = 1, kWords = 2;
+    static constexpr int64_t kPart = part, kBytes = kStepBytes;
+    static constexpr int kQuads = 1, kTogether = 1, kWords = 2;
     static constexpr bool kTakesPoints = true;
     static constexpr int64_t kUnpackTiles = 4;
     using Book = NoBook;
@@ -70,10 +70,22 @@ struct Int8Dot {
         asm("" : "+x"(w.low[0]), "+x"(w.low[1]), "+x"(w.high[0]), "+x"(w.high[1]));
         return w;
     }
-    static void put(int32_t* out, const int8_t* quad, int32_t zero) {
-        const auto whole = [=](int k) { return static_cast<int16_t>(quad[k] + zero); };
-        const int16_t halves[] = {whole(0), whole(2), whole(1), whole(3)};
-        __builtin_memcpy(out, halves, sizeof halves);
+    template <int64_t values>
+    static void put(int32_t* out, int64_t stride, const int8_t* rounded, int32_t zero) {
+        static_assert(values % 16 == 0, "four quads at once");
+        // Of each quad the first and third, then the others.
+        const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,
+                                               0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+        for (int64_t k = 0; k < values; k += 16, out += 4 * stride) {
+            const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rounded + k)));
+            const __m256i whole = _mm256_add_epi16(words, _mm256_set1_epi16(static_cast<int16_t>(zero)));
+            const __m256i quads = _mm256_shuffle_epi8(whole, order);
+            const __m128i low = _mm256_castsi256_si128(quads), high = _mm256_extracti128_si256(quads, 1);
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(out), low);
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(out + stride), _mm_unpackhi_epi64(low, low));
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(out + 2 * stride), high);
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(out + 3 * stride), _mm_unpackhi_epi64(high, high));
+        }
     }
     static void add(Sum& sum, const Weights& w, const int32_t* x) {
         const __m256i even = _mm256_set1_epi32(x[0]), odd = _mm256_set1_epi32(x[1]);
@@ -87,6 +99,47 @@ struct Int8Dot {
 private:
     static __m256i products(const __m256i (&weights)[2], __m256i even, __m256i odd) {
         return _mm256_add_epi32(_mm256_madd_epi16(weights[0], even), _mm256_madd_epi16(weights[1], odd));
+    }
+};
+
+// Codes of 6 bits: the products of two quads are added in 16 bits before they are in 32.
+template <int64_t part>
+struct Int6Dot : QuadWord {
+    static constexpr int64_t kPart = part, kBytes = kSixBytes, kUnpackTiles = 4;
+    static constexpr int kQuads = kSixQuads, kTogether = 2;
+    using Book = NoBook;
+    struct Sum { __m256i low, high; };
+    struct Weights { __m256i low[kQuads], high[kQuads]; };
+    struct Pair { __m256i low[2], high[2]; };
+
+    static_assert(2 * 2 * 63 * 128 <= INT16_MAX, "no saturation");
+
+    static Weights unpack(const uint8_t* step, Book) {
+        Weights w;
+        for (int quad = 0; quad < kQuads; ++quad) w.low[quad] = six(step, quad), w.high[quad] = six(step + 32, quad);
+        return w;
+    }
+    static Pair quad(const PackedStep& step, int at) {
+        return {{six(step.at, at), six(step.at, at + 1)}, {six(step.at + 32, at), six(step.at + 32, at + 1)}};
+    }
+    static Pair kept(const Weights& w, int at) {
+        Pair pair = {{w.low[at], w.low[at + 1]}, {w.high[at], w.high[at + 1]}};
+        asm("" : "+x"(pair.low[0]), "+x"(pair.low[1]), "+x"(pair.high[0]), "+x"(pair.high[1]));
+        return pair;
+    }
+    static void add(Sum& sum, const Pair& w, const int32_t* x, const int32_t* next) {
+        const __m256i first = _mm256_set1_epi32(*x), second = _mm256_set1_epi32(*next);
+        sum.low = in_turn(_mm256_add_epi32(sum.low, products(w.low, first, second)));
+        sum.high = in_turn(_mm256_add_epi32(sum.high, products(w.high, first, second)));
+    }
+    static int32_t start_word(const int8_t*, int32_t sum, int32_t factor) { return factor * sum; }
+    static Sum start(int32_t word) { return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)}; }
+    static Ints16 total(const Sum& sum) { return {reinterpret_cast<Ints>(sum.low), reinterpret_cast<Ints>(sum.high)}; }
+
+private:
+    static __m256i products(const __m256i (&w)[2], __m256i first, __m256i second) {
+        const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(w[0], first), _mm256_maddubs_epi16(w[1], second));
+        return _mm256_madd_epi16(both, _mm256_set1_epi16(1));
     }
 };
 
@@ -113,7 +166,7 @@ struct BookDot : ByteDot<part, 2> {
 // Sums stay in 16 bits for a part: at most 8 quads of 2 * 15 * 127 for each of two lanes.
 template <int64_t part>
 struct Int4Dot : QuadWord {
-    static constexpr int64_t kPart = part;
+    static constexpr int64_t kPart = part, kBytes = kStepBytes;
     static constexpr int kQuads = 2;
     static constexpr int64_t kUnpackTiles = 4;
     using Book = NoBook;

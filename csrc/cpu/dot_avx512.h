@@ -19,6 +19,14 @@ struct Dots512 {
     static Quads high(const uint8_t* step) {
         return _mm512_and_si512(_mm512_srli_epi16(bytes(step), 4), _mm512_set1_epi8(15));
     }
+    static Quads six(const uint8_t* step, int quad) {
+        const Quads four = bytes(step + quad / 2 * kStepBytes), two = bytes(step + 2 * kStepBytes);
+        const Quads low = quad % 2 ? _mm512_srli_epi16(four, 4) : four;
+        const auto count = static_cast<unsigned>(quad < 2 ? 4 - 2 * quad : 2 * quad - 4);
+        const Quads high = quad < 2 ? _mm512_slli_epi16(two, count) : _mm512_srli_epi16(two, count);
+        // Bits of the first where the second has ones, and all of the third.
+        return _mm512_ternarylogic_epi32(low, _mm512_set1_epi8(15), _mm512_and_si512(high, _mm512_set1_epi8(48)), 0xea);
+    }
     struct Book {
         __m512i bytes;
         explicit Book(int64_t format)
@@ -35,6 +43,8 @@ struct Dots512 {
 
 template <int64_t part>
 using Int8Dot = Int8DotOf<Dots512, part>;
+template <int64_t part>
+using Int6Dot = Int6DotOf<Dots512, part, 4>;
 template <int64_t part>
 using Int4Dot = Int4DotOf<Dots512, part>;
 template <int64_t part>

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "dot_steps.h"
+#include "dot_six.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
@@ -27,6 +27,9 @@ struct Dots256 {
         return {_mm256_and_si256(_mm256_srli_epi16(all.low, 4), nibble),
                 _mm256_and_si256(_mm256_srli_epi16(all.high, 4), nibble)};
     }
+    static Quads six(const uint8_t* step, int quad) {
+        return {quire::QUIRE_ISA::six(step, quad), quire::QUIRE_ISA::six(step + kStepBytes / 2, quad)};
+    }
     struct Book {
         __m256i bytes;
         explicit Book(int64_t format)
@@ -49,6 +52,8 @@ struct Dots256 {
 
 template <int64_t part>
 using Int8Dot = Int8DotOf<Dots256, part>;
+template <int64_t part>
+using Int6Dot = Int6DotOf<Dots256, part, 4>;
 template <int64_t part>
 using Int4Dot = Int4DotOf<Dots256, part>;
 template <int64_t part>

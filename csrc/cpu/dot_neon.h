@@ -26,6 +26,16 @@ struct DotsNeon {
         return quads;
     }
 
+    static Quads six(const uint8_t* step, int quad) {
+        Quads quads = quad % 2 ? high(step + quad / 2 * kStepBytes) : low(step + quad / 2 * kStepBytes);
+        const Quads two = load(step + 2 * kStepBytes);
+        const int8x16_t shift = vdupq_n_s8(static_cast<int8_t>(4 - 2 * quad));
+        for (int i = 0; i < 4; ++i) {
+            quads.at[i] = vorrq_u8(quads.at[i], vandq_u8(vshlq_u8(two.at[i], shift), vdupq_n_u8(48)));
+        }
+        return quads;
+    }
+
     struct Book {
         uint8x16_t bytes;
         explicit Book(int64_t format) : bytes(vld1q_u8(BookBytes(format).at)) {}
@@ -100,6 +110,8 @@ struct DotsNeon {
 
 template <int64_t part>
 using Int8Dot = Int8DotOf<DotsNeon, part>;
+template <int64_t part>
+using Int6Dot = Int6DotOf<DotsNeon, part>;
 template <int64_t part>
 using Int4Dot = Int4DotOf<DotsNeon, part>;
 template <int64_t part>

@@ -27,6 +27,14 @@ struct PlainDots {
         for (int64_t i = 0; i < kStepBytes; ++i) quads.bytes[i] = step[i] >> 4;
         return quads;
     }
+    static Quads six(const uint8_t* step, int quad) {
+        Quads quads;
+        for (int64_t i = 0; i < kStepBytes; ++i) {
+            const int low = step[quad / 2 * kStepBytes + i] >> quad % 2 * 4 & 15, high = step[2 * kStepBytes + i] >> 2 * quad & 3;
+            quads.bytes[i] = static_cast<uint8_t>(low | high << 4);
+        }
+        return quads;
+    }
     using Book = BookBytes;
     static Quads looked_up(Quads codes, const Book& book) {
         for (uint8_t& byte : codes.bytes) byte = book.at[byte];
@@ -53,6 +61,8 @@ struct PlainDots {
 
 template <int64_t part>
 using Int8Dot = Int8DotOf<PlainDots, part>;
+template <int64_t part>
+using Int6Dot = Int6DotOf<PlainDots, part, 5>;
 template <int64_t part>
 using Int4Dot = Int4DotOf<PlainDots, part, 5>;
 template <int64_t part>

@@ -3,10 +3,10 @@
 //
 // All instruction sets make the same integers. A Dot names what a step of packed weights becomes in registers (Weights),
 // what its products are summed in over a part of a chunk (Sum), how many k a part has (few enough that no sum overflows, 32
-// of 4 bits, and no more than share a scale of weights), and from how many tiles of rows on weights are unpacked once for all. A sum starts
-// with the word that `start_word` makes of a part's activations and their sum: a factor times it, which takes the weights' zero
-// point out at no cost. A quad of activations is kWords words, as `put` writes them; whether their zero point
-// is in the words, kTakesPoints says.
+// of 4 bits, and no more than share a scale of weights), and from how many tiles of rows on weights are unpacked once for all. A
+// sum starts with the word that `start_word` makes of a part's activations and their sum: a factor times it, which takes the
+// weights' zero point out at no cost. A quad of activations is kWords words, as `put` writes those of some values, `stride` words
+// apart; whether their zero point is in the words, kTakesPoints says. kTogether quads of a row are added at once.
 
 #pragma once
 
@@ -19,6 +19,9 @@ constexpr int64_t kInt8Pair = 128;
 
 constexpr int64_t kNever = INT64_MAX;
 
+// A step whose quads are unpacked one by one.
+struct PackedStep { const uint8_t* at; };
+
 // What codes are looked up in that are integers themselves.
 struct NoBook {
     explicit NoBook(int64_t) {}
@@ -26,9 +29,12 @@ struct NoBook {
 
 // A quad of activations as the four bytes that it is.
 struct QuadWord {
-    static constexpr int kWords = 1;
+    static constexpr int kWords = 1, kTogether = 1;
     static constexpr bool kTakesPoints = false;
-    static void put(int32_t* out, const int8_t* quad, int32_t) { __builtin_memcpy(out, quad, kQuad); }
+    template <int64_t values>
+    static void put(int32_t* out, int64_t stride, const int8_t* rounded, int32_t) {
+        for (int64_t k = 0; k < values; k += kQuad) __builtin_memcpy(out + k / kQuad * stride, rounded + k, kQuad);
+    }
 };
 
 // The Dots of an instruction set that multiplies quads of bytes and adds them to 32 bits: Quads are the 64 bytes of a step in
@@ -36,7 +42,7 @@ struct QuadWord {
 // `looked_up` makes bytes of, as a book in a register has them.
 template <class Dots, int64_t part>
 struct DotOf : QuadWord {
-    static constexpr int64_t kPart = part;
+    static constexpr int64_t kPart = part, kBytes = kStepBytes;
     using Sum = typename Dots::Sum;
 
     template <class Weights>
@@ -68,6 +74,22 @@ struct Int4DotOf : DotOf<Dots, part> {
     struct Weights { typename Dots::Quads quads[kQuads]; };
 
     static Weights unpack(const uint8_t* step, Book) { return {{Dots::low(step), Dots::high(step)}}; }
+    static int32_t start_word(const int8_t*, int32_t sum, int32_t factor) { return factor * sum; }
+};
+
+// `six` makes the bytes of a quad of a step.
+template <class Dots, int64_t part, int64_t unpack_tiles = kNever>
+struct Int6DotOf : DotOf<Dots, part> {
+    static constexpr int kQuads = kSixQuads;
+    static constexpr int64_t kBytes = kSixBytes, kUnpackTiles = unpack_tiles;
+    using Book = NoBook;
+    struct Weights { typename Dots::Quads quads[kQuads]; };
+
+    static Weights unpack(const uint8_t* step, Book) {
+        return {{Dots::six(step, 0), Dots::six(step, 1), Dots::six(step, 2), Dots::six(step, 3)}};
+    }
+    using DotOf<Dots, part>::quad;
+    static typename Dots::Quads quad(const PackedStep& step, int quad) { return Dots::six(step.at, quad); }
     static int32_t start_word(const int8_t*, int32_t sum, int32_t factor) { return factor * sum; }
 };
 

@@ -17,7 +17,7 @@ int64_t with_format(const Packing& packing, bool fast, Body body) {
         case kFloat16: return body(MakeFloat<FloatPanels<Float16>>{});
         default: break;
     }
-    if (packing.format < kFloat32 || packing.format > kFP4) return -1;
+    if (packing.format < kFloat32 || packing.format > kInt6) return -1;
     if (!fast || packing.format == kFp8) return body(MakeFloat<WidePanels>{});
     return with_code_panels(packing, [&](auto of) { return body(MakeInt<typename decltype(of)::type>{}); });
 }

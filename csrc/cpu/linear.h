@@ -31,6 +31,13 @@ constexpr int kWidePanels = 2;
 constexpr int kWidePanels = 1;
 #endif
 
+// Of integers, sums that stay in registers from span to span beside those of a part: a store of 64 bytes takes two cycles of Zen 4.
+#ifdef __AVX512F__
+constexpr int kKeptSums = 12;
+#else
+constexpr int kKeptSums = 0;
+#endif
+
 constexpr int64_t kBlockRows = 192;  // activations that are packed together and walked panel after panel
 constexpr int64_t kUnitPanels = 4;  // most panels that a thread works on together
 constexpr int64_t kPartTiles = 4;   // fewest tiles that a block's rows are cut into: weights are unpacked for each

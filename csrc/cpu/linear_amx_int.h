@@ -79,8 +79,10 @@ struct TiledIntKernel : IntKernel<Panels, true> {
         const auto book = this->panels.book();
         int8_t* to = bytes.of[0][0];
         for (int64_t step = 0; step < chunks * Base::kChunkSteps; ++step) {
-            __builtin_prefetch(from + kBytesAhead + step * kStepBytes);
-            const typename Dot::Weights weights = Dot::unpack(from + step * kStepBytes, book);
+            for (int64_t line = 0; line < Dot::kBytes; line += kTileBytes) {
+                __builtin_prefetch(from + kBytesAhead + step * Dot::kBytes + line);
+            }
+            const typename Dot::Weights weights = Dot::unpack(from + step * Dot::kBytes, book);
             for (int quad = 0; quad < Dot::kQuads; ++quad, to += kStepBytes) {
                 _mm512_store_si512(to, _mm512_sub_epi8(weights.quads[quad], zero));
             }

@@ -106,9 +106,12 @@ private:
     alignas(64) Float32 minimums_[has_shifts ? P : 1][has_shifts ? most_parts * kPanel : 1];
 };
 
+// A step of packed weights; where registers hold no more than a quad or two, those are unpacked one by one.
 template <class Dot>
-inline typename Dot::Weights weights_of(const uint8_t* panel, int64_t step, const typename Dot::Book& book) {
-    return Dot::unpack(panel + step * kStepBytes, book);
+inline auto weights_of(const uint8_t* panel, int64_t step, const typename Dot::Book& book) {
+    const uint8_t* at = panel + step * Dot::kBytes;
+    if constexpr (kWidePanels == 1 && Dot::kQuads > 2) return PackedStep{at};
+    else return Dot::unpack(at, book);
 }
 template <class Dot>
 inline const typename Dot::Weights& weights_of(const typename Dot::Weights* panel, int64_t step, const typename Dot::Book&) {
@@ -133,6 +136,13 @@ struct NoOnes {
     explicit NoOnes(int32_t) {}
 };
 
+// Adds a quad, or two, of weights times those of a row, which lie `rows` quads apart.
+template <class Dot, int rows, class Quads>
+inline __attribute__((always_inline)) void add_quads(typename Dot::Sum& sum, const Quads& weights, const int32_t* x) {
+    if constexpr (Dot::kTogether == 1) Dot::add(sum, weights, x);
+    else Dot::add(sum, weights, x, x + rows * Dot::kWords);
+}
+
 // acc = starts + x . w over a part of k, whose weights begin at `first`, for P panels `panel_stride` elements apart, and along
 // with it, where that is asked for, what the weights come to. Where registers hold the weights of all panels, each activation is
 // read once. The packed weights at `next` are fetched meanwhile.
@@ -148,17 +158,19 @@ inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc
 #pragma GCC unroll 8
     for (int64_t step = 0; step < Dot::kPart / (kQuad * Dot::kQuads); ++step) {
         const auto fetched = [&](int p) -> decltype(auto) {
-            __builtin_prefetch(next + p * panel_stride + (first + step) * kStepBytes, 0, fetch);
+            for (int64_t line = 0; line < Dot::kBytes; line += 64) {
+                __builtin_prefetch(next + p * panel_stride + (first + step) * Dot::kBytes + line, 0, fetch);
+            }
             return weights_of<Dot>(w + p * panel_stride, first + step, book);
         };
         const auto count = [&]([[maybe_unused]] int p, [[maybe_unused]] const auto& taken) {
-            if constexpr (code_sums == CodeSums::kAlong) Dot::add(all[p], taken, ones.words);
+            if constexpr (code_sums == CodeSums::kAlong) add_quads<Dot, 1>(all[p], taken, ones.words);
         };
         if constexpr (kWidePanels > 1) {
             typename Dot::Weights weights[P];
 #pragma GCC unroll 4
             for (int p = 0; p < P; ++p) weights[p] = fetched(p);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int quad = 0; quad < Dot::kQuads; ++quad) {
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
@@ -172,15 +184,15 @@ inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc
         } else {
 #pragma GCC unroll 4
             for (int p = 0; p < P; ++p) {
-                const typename Dot::Weights& weights = fetched(p);
-#pragma GCC unroll 2
-                for (int quad = 0; quad < Dot::kQuads; ++quad) {
+                const auto& weights = fetched(p);
+#pragma GCC unroll 4
+                for (int quad = 0; quad < Dot::kQuads; quad += Dot::kTogether) {
                     const auto& taken = [&]() -> decltype(auto) {
                         if constexpr (std::is_same_v<W, uint8_t>) return Dot::quad(weights, quad);
                         else return Dot::kept(weights, quad);
                     }();
 #pragma GCC unroll 12
-                    for (int r = 0; r < R; ++r) Dot::add(acc[r][p], taken, words + (quad * R + r) * Dot::kWords);
+                    for (int r = 0; r < R; ++r) add_quads<Dot, R>(acc[r][p], taken, words + (quad * R + r) * Dot::kWords);
                     count(p, taken);
                 }
             }
@@ -221,6 +233,11 @@ inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W
                             const PartSums& part_sums, const RowOfOnes& ones, const typename Dot::Book& book, int64_t chunks,
                             const uint8_t* next) {
     constexpr int kParts = kChunk / Dot::kPart / spans, kSteps = Dot::kPart / (kQuad * Dot::kQuads);
+    constexpr bool kKeeps = R * P <= kKeptSums;
+    Lanes16 kept[R][P];
+    for (int r = 0; kKeeps && r < R; ++r) {
+        for (int p = 0; p < P; ++p) kept[r][p] = load16(sums + r * stride + p * kPanel);
+    }
     for (int64_t span = 0; span < chunks * spans; ++span) {
         Lanes16 products[R][P] = {};
 #pragma GCC unroll 2
@@ -246,12 +263,18 @@ inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
             for (int p = 0; p < P; ++p) {
                 Float32* sum = sums + r * stride + p * kPanel;
-                store16(sum, fma(products[r][p], splat16(x.scales[r].value), load16(sum)));
+                const Lanes16 scale = splat16(x.scales[r].value);
+                if constexpr (kKeeps) kept[r][p] = fma(products[r][p], scale, kept[r][p]);
+                else store16(sum, fma(products[r][p], scale, load16(sum)));
             }
         }
         x.scales += R, x.points += R;
+    }
+    for (int r = 0; kKeeps && r < R; ++r) {
+        for (int p = 0; p < P; ++p) store16(sums + r * stride + p * kPanel, kept[r][p]);
     }
 }
 
@@ -259,12 +282,12 @@ inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W
 template <class DotType>
 struct CodePanels {
     const Weight& weight;
-    int64_t steps = weight.steps();  // of a panel
+    int64_t bytes = weight.panel_bytes();
 
     using Dot = DotType;
 
     int32_t zero() const { return zero_of(weight.packing); }
-    const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(weight.data) + index * steps * kStepBytes; }
+    const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(weight.data) + index * bytes; }
     typename Dot::Book book() const { return typename Dot::Book(weight.packing.format); }
     // What a step of an integer is worth.
     float unit() const { return weight.packing.has_book() ? book_of(weight.packing.format).unit : 1.0f; }
@@ -338,6 +361,8 @@ struct GroupPanels : CodePanels<DotType> {
 template <int64_t part, bool shifts>
 using Int8Groups = GroupPanels<Int8Dot<part>, Span::kRange, shifts>;
 template <int64_t part, bool shifts>
+using Int6Groups = GroupPanels<Int6Dot<part>, Span::kRange, shifts>;
+template <int64_t part, bool shifts>
 using Int4Groups = GroupPanels<Int4Dot<part>, Span::kMagnitude, shifts>;
 
 template <int64_t part>
@@ -354,6 +379,10 @@ inline auto with_code_panels(const Packing& packing, Body body) {
     if (packing.format == kInt4) {
         if (fine) return body(Of<Int4Groups<16, true>>{});
         return shifts ? body(Of<Int4Groups<32, true>>{}) : body(Of<Int4Groups<32, false>>{});
+    }
+    if (packing.format == kInt6) {
+        if (fine) return shifts ? body(Of<Int6Groups<16, true>>{}) : body(Of<Int6Groups<16, false>>{});
+        return shifts ? body(Of<Int6Groups<32, true>>{}) : body(Of<Int6Groups<32, false>>{});
     }
     if (!packing.group && !shifts) return body(Of<Int8Panels>{});
     if (fine) return body(Of<Int8Groups<16, true>>{});
@@ -444,9 +473,7 @@ struct IntKernel {
             return;
         }
         int32_t* out = words(start) + span * kSpanWords * rows + row * kWords;
-        for (int64_t quad = 0; quad < kSpanSize / kQuad; ++quad) {
-            Dot::put(out + quad * rows * kWords, rounded + quad * kQuad, how.zero);
-        }
+        Dot::template put<kSpanSize>(out, rows * kWords, rounded, how.zero);
     }
 
     void multiply(const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
@@ -455,9 +482,9 @@ struct IntKernel {
         const Outputs outputs = outputs_of(panel, count);
         begin(sums, tiling, start, rows, panel, count);
         if (tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
-        else for_panels<1, 1, kWidePanels>(count, [&](auto width, int64_t p) {
-            multiply_panels<decltype(width)::value>(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p, outputs);
-        });
+        else for (int64_t p = 0; p < count; ++p) {
+            multiply_panel(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p, outputs);
+        }
         if constexpr (Panels::kStepsRows) scale_rows(sums, tiling, start, rows, count);
         outputs.write(start, rows, sums);
     }
@@ -489,7 +516,7 @@ struct IntKernel {
     }
 
     const uint8_t* packed_weights(int64_t panel, int64_t chunk) const {
-        return panels.panel(panel) + chunk * kChunkSteps * kStepBytes;
+        return panels.panel(panel) + chunk * kChunkSteps * Dot::kBytes;
     }
 
     // What some chunks of P panels are scaled by, of at most so many.
@@ -512,7 +539,7 @@ struct IntKernel {
                                        const uint8_t* next) const {
         KeptSums<P, most_chunks> sums;
         if constexpr (kNeedsSums) {
-            sums.template find<Dot>(packed_weights(panel, chunk), panels.steps * kStepBytes, chunks * kParts,
+            sums.template find<Dot>(packed_weights(panel, chunk), panels.bytes, chunks * kParts,
                                             panels.book(), ones, next);
         }
         return sums;
@@ -531,7 +558,7 @@ struct IntKernel {
                     const int64_t left = num_chunks - chunk, size = left < kBlockChunks ? left : kBlockChunks;
                     const uint8_t* from = packed_weights(panel + p, chunk);
                     multiply_chunks<R, P, kSoon, kSums, kSpans, Dot>(
-                        sums + p * kPanel, count * kPanel, packed(tiling, 0, chunk), from, panels.steps * kStepBytes,
+                        sums + p * kPanel, count * kPanel, packed(tiling, 0, chunk), from, panels.bytes,
                         groups<P, kBlockChunks>(panel + p, chunk, size), NoPartSums(), ones, panels.book(), size, from + ahead);
                 }
             });
@@ -540,38 +567,36 @@ struct IntKernel {
 
     // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way to the
     // second.
-    template <int P>
-    void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel,
-                         const Outputs& outputs) const {
-        constexpr int64_t kBlock = kBlockChunks / P, kBlockBytes = kBlock * kChunkSteps * kStepBytes;
+    void multiply_panel(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel,
+                        const Outputs& outputs) const {
+        constexpr int64_t kBlockBytes = kBlockChunks * kChunkSteps * Dot::kBytes;
         const int64_t first_row = tiling.start(tiles.begin);
         const bool unpacks = tiles.end - tiles.begin >= Dot::kUnpackTiles;
-        static_assert(P == 1 || !kUnpacks, "one panel's weights are unpacked together");
         constexpr CodeSums kSums = kNeedsSums ? CodeSums::kBefore : CodeSums::kNone;
         const RowOfOnes ones(panels.zero());
         typename Dot::Weights unpacked[kUnpacks ? kWideSteps : 1];
-        for (int64_t chunk = 0; chunk < num_chunks; chunk += kBlock) {
-            const int64_t left = num_chunks - chunk, size = left < kBlock ? left : kBlock;
+        for (int64_t chunk = 0; chunk < num_chunks; chunk += kBlockChunks) {
+            const int64_t left = num_chunks - chunk, size = left < kBlockChunks ? left : kBlockChunks;
             const uint8_t* from = packed_weights(panel, chunk);
-            const auto scaled = groups<P, kBlock>(panel, chunk, size);
-            const auto kept = part_sums<P, kBlock>(panel, chunk, size, ones, from + kBlockBytes);
+            const auto scaled = groups<1, kBlockChunks>(panel, chunk, size);
+            const auto kept = part_sums<1, kBlockChunks>(panel, chunk, size, ones, from + kBlockBytes);
             if constexpr (kUnpacks) {
                 for (int64_t step = 0; unpacks && step < size * kChunkSteps; ++step) {
-                    unpacked[step] = Dot::unpack(from + step * kStepBytes, panels.book());
+                    unpacked[step] = Dot::unpack(from + step * Dot::kBytes, panels.book());
                 }
             }
             for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
                 if (size == left) outputs.fetch(tiling.start(tile), tiling.size(tile));
                 with_rows<kMostRows>(tiling.size(tile), [&](auto rows) {
                     auto multiply = [&](const auto* weights, int64_t panel_stride) {
-                        multiply_chunks<decltype(rows)::value, P, kLater, kSums, kSpans, Dot>(
+                        multiply_chunks<decltype(rows)::value, 1, kLater, kSums, kSpans, Dot>(
                             sums + (tiling.start(tile) - first_row) * stride, stride, packed(tiling, tile, chunk), weights,
                             panel_stride, scaled, kept, ones, panels.book(), size, from + kBlockBytes);
                     };
                     if constexpr (kUnpacks) {
                         if (unpacks) return multiply(unpacked, int64_t{0});
                     }
-                    multiply(from, panels.steps * kStepBytes);
+                    multiply(from, panels.bytes);
                 });
             }
         }

@@ -431,9 +431,7 @@ inline void read_codes(float* out, const Weight& from, int64_t panel, int64_t la
             const float scale = lane_of(scales.at(group), lane);
             const float point = lane_of(shifts.point, lane), minimum = lane_of(shifts.minimum, lane);
             for (; k < end; ++k) {
-                const uint8_t byte = data[byte_of(k, lane, values.kPerByte)];
-                const uint8_t code = values.kPerByte == 1 ? byte : byte >> shift_of(k) & 15;
-                out[k] = (values.of(code) - point) * scale - minimum;
+                out[k] = (values.of(values.code(data, k, lane)) - point) * scale - minimum;
             }
         });
         return int64_t{0};

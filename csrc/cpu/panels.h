@@ -3,8 +3,9 @@
 //
 // A panel holds 16 outputs. Float panels are [K][16], and of bfloat16 [K / 2][16][2], the second of two k first. Panels of
 // codes walk k in quads, because four bytes of k are what one dot-product instruction eats per output. A step is 64 bytes:
-// one quad of 8 bits, [16][4], or two of 4 bits, the first in the low nibbles and the second in the high ones. Integers are
-// stored without sign, with a zero point. Rows beyond N and k beyond K hold anything finite: activations are 0 there. A matrix in two halves (gate and up of an MLP) alternates their
+// one quad of 8 bits, [16][4], or two of 4 bits, the first in the low nibbles and the second in the high ones. A step of 6 bits
+// is 192 bytes: two such steps of the low nibbles of four quads, and 64 bytes of their high bits, two of each quad, the first
+// lowest. Integers are stored without sign, with a zero point. Rows beyond N and k beyond K hold anything finite: activations are 0 there. A matrix in two halves (gate and up of an MLP) alternates their
 // panels, so that the outputs that belong together are made together. One layout serves all instruction sets.
 
 #pragma once
@@ -16,14 +17,17 @@ namespace quire { namespace QUIRE_ISA { namespace {
 constexpr int64_t kQuad = 4;
 constexpr int64_t kStepBytes = kPanel * kQuad;
 
+// A step of codes of 6 bits: its quads, and its bytes.
+constexpr int64_t kSixQuads = 4, kSixBytes = 3 * kStepBytes;
+
 // Values of k that share a scale of activations; panels of codes hold whole chunks.
 constexpr int64_t kChunk = 64;
 
 // Formats of packed weights, by the codes that callers pass; the first three are those of DType.
-enum Format : int64_t { kInt8 = 3, kInt4 = 4, kFp8 = 5, kE2M1 = 6, kIQ4NL = 7, kNF4 = 8, kFP4 = 9 };
+enum Format : int64_t { kInt8 = 3, kInt4 = 4, kFp8 = 5, kE2M1 = 6, kIQ4NL = 7, kNF4 = 8, kFP4 = 9, kInt6 = 10 };
 
 // Zero points where none are stored; a book's are of its integers.
-constexpr int32_t kInt8Zero = 128, kInt4Zero = 8, kBookZero = 128;
+constexpr int32_t kInt8Zero = 128, kInt4Zero = 8, kInt6Zero = 32, kBookZero = 128;
 
 // How matrices are packed: values of k that share a scale, 0 if all of an output do, and the types of scales and of zero
 // points or minimums. For floats `group` is what k is padded to a multiple of: 2 for bfloat16 and else 1.
@@ -31,11 +35,12 @@ struct Packing {
     int64_t group, scales_type, zeros_type, format;
 
     bool is_float() const { return format <= kFloat16; }
-    bool has_book() const { return format >= kE2M1; }
+    bool has_book() const { return format >= kE2M1 && format <= kFP4; }
     bool shifts() const { return zeros_type != kNoStream; }
     bool is_plain_int8() const { return format == kInt8 && !group && !shifts(); }
-    // Codes in a byte, of formats that have codes.
-    int64_t per_byte() const { return format == kInt8 || format == kFp8 ? 1 : 2; }
+    // Values of k in a step of codes, and its bytes.
+    int64_t step_inputs() const { return format == kInt6 ? kSixQuads * kQuad : format == kInt8 || format == kFp8 ? kQuad : 2 * kQuad; }
+    int64_t step_bytes() const { return format == kInt6 ? kSixBytes : kStepBytes; }
 };
 
 // What is taken out of codes, or of what a book makes of them, before they are scaled.
@@ -43,6 +48,7 @@ inline int32_t zero_of(const Packing& packing) {
     switch (packing.format) {
         case kInt8: return kInt8Zero;
         case kInt4: return packing.shifts() ? 0 : kInt4Zero;
+        case kInt6: return kInt6Zero;
         default: return packing.has_book() ? kBookZero : 0;
     }
 }
@@ -73,10 +79,9 @@ struct Weight {
         const int64_t left = half() - of_half(panel) * kPanel;
         return left < kPanel ? left : kPanel;
     }
-    // Steps of a panel of codes.
-    int64_t steps() const { return padded() / (kQuad * packing.per_byte()); }
     int64_t panel_bytes() const {
-        return packing.is_float() ? padded() * kPanel * (packing.format == kFloat32 ? 4 : 2) : steps() * kStepBytes;
+        if (packing.is_float()) return padded() * kPanel * (packing.format == kFloat32 ? 4 : 2);
+        return padded() / packing.step_inputs() * packing.step_bytes();
     }
     const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(data) + index * panel_bytes(); }
     // The matrix of some outputs of one that is not in halves, from `first` on, both whole panels.
@@ -92,7 +97,7 @@ struct Weight {
     }
 };
 
-// Where lane j's value of k stands in a panel of codes: a byte, and the nibble in it.
+// Where lane j's value of k stands in a panel of codes of 8 or 4 bits: a byte, and the nibble in it.
 inline int64_t byte_of(int64_t k, int64_t j, int64_t per_byte) {
     return k / (kQuad * per_byte) * kStepBytes + j * kQuad + k % kQuad;
 }

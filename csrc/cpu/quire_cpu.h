@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #define QUIRE_CPU_ABI_VERSION 15
-#define QUIRE_CPU_WEIGHT_LAYOUT "panels-7"
+#define QUIRE_CPU_WEIGHT_LAYOUT "panels-8"
 #define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace quire {

@@ -217,6 +217,7 @@ WEIGHTS = {
     "float16": (FLOAT, torch.float16),
     "int8": (WeightScheme("int8", 32), torch.bfloat16),
     "int8-precise": (WeightScheme("int8", 32, fast=False), torch.bfloat16),
+    "int6": (WeightScheme("int6", 16), torch.bfloat16),
     "int4": (WeightScheme("int4", 32, symmetric=False, two_level=True), torch.bfloat16),
     "int4-precise": (WeightScheme("int4", 32, symmetric=False, fast=False, two_level=True), torch.bfloat16),
     "int4-plain": (WeightScheme("int4", 32), torch.bfloat16),

@@ -53,7 +53,7 @@ QUAD = 4
 CHUNK = 64
 """Values of k whose activations share a scale in the fast mode; panels of integers hold whole chunks."""
 SPAN = 32
-"""The same by int8 weights with a scale or a zero point per group."""
+"""The same by int8 and int6 weights with a scale or a zero point per group."""
 INT8_ZERO = 128
 """Offset of an int8 weight's stored byte."""
 
@@ -64,10 +64,10 @@ Layout = Literal["panels", "rows"]
 class WeightScheme:
     """Stored format of a weight.
 
-    "float": as it is. "int8" and "int4": a scale, and without `symmetric` a zero point or a minimum, per output and
-    `group_size` values of k; 0: one for all of an output. "fp8" (E4M3, on GPUs): a scale per output or, `per_tensor`,
-    one for all; with `fast` activations are quantized to E4M3 too, with a scale per token. int4 that is not `symmetric`
-    is quantized to scales and minimums in blocks (`formats.base`) if `two_level`.
+    "float": as it is. "int8", "int6" and "int4": a scale, and without `symmetric` a zero point or a minimum, per output
+    and `group_size` values of k; 0: one for all of an output. "fp8" (E4M3, on GPUs): a scale per output or,
+    `per_tensor`, one for all; with `fast` activations are quantized to E4M3 too, with a scale per token. int4 that is
+    not `symmetric` is quantized to scales and minimums in blocks (`formats.base`) if `two_level`.
 
     On CPUs with `fast`, integers are multiplied with activations quantized to 8 bits, with a scale per token and 64 or
     32 values of k (see `ops.packed_linear`), and bfloat16 with activations rounded to bfloat16; otherwise weights are
@@ -123,8 +123,9 @@ class PackedWeight:
 
     `halves` is 2 if the panels of the first and second half of N alternate (gate and up), else 1. With P panels and G
     groups, `data` is [P, K, 16] for floats, but for bfloat16 [P, K / 2, 16, 2], the second of two k first; uint8
-    [P, K / 4, 16, 4] of 8-bit codes, those of int8 with zero point 128; and uint8 [P, K / 8, 16, 4] of 4-bit codes, the
-    first four of eight k in the low nibbles and the others in the high ones. K is padded, for codes to whole chunks and
+    [P, K / 4, 16, 4] of 8-bit codes, those of int8 with zero point 128; uint8 [P, K / 8, 16, 4] of 4-bit codes, the
+    first four of eight k in the low nibbles and the others in the high ones; and uint8 [P, K / 16, 3, 16, 4] of 6-bit
+    codes, with zero point 32 (`formats.integers`). K is padded, for codes to whole chunks and
     groups. `scales` and `zeros` are [P, G, 16]: scales in float32, bfloat16 or float16; zeros in uint8, which are zero
     points, or floats, which are minimums; or either as blocks (`formats.base`). Without `zeros` int4's zero point is
     8.

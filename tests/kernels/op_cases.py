@@ -323,6 +323,9 @@ OTHERS = [
         for kind, group_size in (("e2m1", 32), ("nf4", 64), ("fp8", 0))
     ),
     WeightScheme("fp8", 128, fast=False),
+    WeightScheme("int6", 16),
+    WeightScheme("int6", 32, symmetric=False),
+    WeightScheme("int6", 16, fast=False),
 ]
 SCHEMES = [*FLOATS, *OTHERS, *INTEGERS]
 

@@ -19,7 +19,7 @@ from tests.fixtures.folded import folded
 
 OUTPUTS, INPUTS = 40, 512
 BOOKS = ("e2m1", "iq4_nl", "nf4", "fp4")
-KINDS = ("int8", "int4", "fp8", *BOOKS)
+KINDS = ("int8", "int6", "int4", "fp8", *BOOKS)
 GROUPS = (0, 16, 32, 64, 128, 256)
 SCALES = (torch.float32, torch.bfloat16, torch.float16, None)
 """Types of scales; None: blocks."""
@@ -38,10 +38,10 @@ def random_numbers(kind: str, group: int, scales: torch.dtype | None, shift: tor
         factors = torch.randint(-32, 64, (OUTPUTS, groups), generator=generator, dtype=torch.int8)
         return BlockScales(factors, torch.rand(OUTPUTS, INPUTS // 256, generator=generator).half() / 32)
 
-    most = 256 if kind in ("int8", "fp8") else 16
+    most = {"int8": 256, "fp8": 256, "int6": 64}.get(kind, 16)
     data = torch.randint(0, most, (OUTPUTS, INPUTS), generator=generator, dtype=torch.uint8)
-    if kind == "int8" and shift is not torch.uint8:
-        data = data.view(torch.int8)
+    if kind in ("int8", "int6") and shift is not torch.uint8:
+        data = (data - most // 2).view(torch.int8)
     if kind == "fp8":
         data[data & 127 == 127] = 0  # NaN
         data = data.view(torch.float8_e4m3fn)
@@ -76,7 +76,7 @@ def forms(kind: str, group: int) -> list[tuple[WeightScheme, Numbers]]:
     """Every way of scaling and shifting that there is in groups of so many."""
     return [
         (WeightScheme(kind, group, shift is None), random_numbers(kind, group, scales, shift))
-        for scales, shift in product(SCALES, SHIFTS if kind in ("int8", "int4") else (None,))
+        for scales, shift in product(SCALES, SHIFTS if kind in ("int8", "int6", "int4") else (None,))
         if scales is not None or group
     ]
 
@@ -121,6 +121,19 @@ def test_format_matmul_matches_the_oracle_by_row_in_any_batch(kind: str, group: 
             for rows in (2, 7, 12, 13, 23):
                 assert torch.equal(ops.packed_linear(x[:rows], weight), alone[:rows]), (scheme, rows)
             assert torch.equal(ops.packed_embedding(ids, weight), reference.packed_embedding(ids, weight))
+
+
+@folded("group", GROUPS[1:])
+@pytest.mark.skipif(library.loaded() is None, reason="the C++ kernels were not built")
+def test_int6_matmul_equals_that_of_int8_numbers(group: int) -> None:
+    x = torch.randn(9, INPUTS, generator=torch.Generator().manual_seed(1))
+    for form, numbers in forms("int6", group):
+        if numbers.data.dtype is torch.uint8:
+            continue
+        wide = replace(form, kind="int8")
+        six, eight = (format_of(each).from_numbers(numbers, each) for each in (form, wide))
+        assert torch.equal(ops.packed_linear(x, six), ops.packed_linear(x, eight))
+        assert six.data.nbytes * 4 == eight.data.nbytes * 3
 
 
 @folded(

@@ -263,7 +263,7 @@ def kernels(
     from quire.kernels.cpu.library import set_num_threads
 
     _check_names("--suite", suites, kernels_bench.SUITES)
-    _check_names("--weights", weights, kernels_bench.WEIGHTS)
+    _check_names("--weights", weights, step_profile.ENGINE if tape else kernels_bench.WEIGHTS)
     weights = weights or ("bfloat16", "int8", "int4")
     if tape:
         if suites:

@@ -28,7 +28,7 @@ from quire.kernels.formats import FLOAT_CODES
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 15, "panels-7"
+ABI_VERSION, WEIGHT_LAYOUT = 15, "panels-8"
 """Required version and layout of the library; both are also in csrc/cpu/quire_cpu.h."""
 
 DTYPE_CODES = FLOAT_CODES

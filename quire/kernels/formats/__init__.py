@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from quire.kernels.formats.base import STREAM_CODES, BlockScales, Format, Numbers, whole_chunks
 from quire.kernels.formats.books import BOOKS
 from quire.kernels.formats.floats import FLOAT_CODES, FP8_MAX, FloatFormat, Fp8Format
-from quire.kernels.formats.integers import Int4Format, Int8Format
+from quire.kernels.formats.integers import Int4Format, Int6Format, Int8Format
 from quire.kernels.linear import WeightScheme
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 FORMATS: Mapping[str, Format] = {
-    each.kind: each for each in (FloatFormat(), Int8Format(), Int4Format(), Fp8Format(), *BOOKS)
+    each.kind: each for each in (FloatFormat(), Int8Format(), Int6Format(), Int4Format(), Fp8Format(), *BOOKS)
 }
 """Formats by the kinds of `WeightScheme`."""
 

@@ -53,14 +53,14 @@ def from_words(words: Tensor) -> Tensor:
 
 
 class GroupedFormat(Format):
-    """4-bit or 8-bit codes of values, with a scale, and perhaps a zero point or a minimum, per group.
+    """Codes of values, of 4, 6 or 8 bits, with a scale, and perhaps a zero point or a minimum, per group.
 
     With a scale s, a code c and its value v, a weight is s * v; with a zero point z, s * (c - z); with a minimum m,
     s * v - m.
     """
 
     per_byte: ClassVar[int]
-    """Codes per byte."""
+    """Codes per byte, in rows and, unless `step_shape` and the methods beside it differ, in panels."""
     groups: ClassVar[tuple[int, ...]] = (0, 16, 32, 64, 128, 256)
     """Values of k that may share a scale; 0: all of an output."""
     can_shift: ClassVar[bool] = False
@@ -123,7 +123,7 @@ class GroupedFormat(Format):
     ) -> tuple[PackedPart, ...]:
         padded = self.padded(scheme, torch.uint8, inputs)
         group = scheme.group_size or padded
-        data = PackedPart((panels, padded // (self.per_byte * QUAD), PANEL, QUAD), torch.uint8)
+        data = PackedPart((panels, *self.step_shape(padded)), torch.uint8)
         return data, *(
             PackedPart(stream_shape(each, panels, padded // group, group), each) for each in streams
         )
@@ -133,27 +133,35 @@ class GroupedFormat(Format):
         inputs = numbers.data.shape[1]
         padded = self.padded(scheme, torch.uint8, inputs)
         codes = self.codes(to_panels(_padded(numbers.data, padded), halves))
-        if self.per_byte == 2:
-            low, high = torch.unflatten(codes, 2, (-1, 2, QUAD)).unbind(3)  # [P, 16, K / 8, 4]
-            steps = low | high << 4
-        else:
-            steps = torch.unflatten(codes, 2, (-1, QUAD))
         count = padded // (scheme.group_size or padded)
         streams = (
             None if each is None else to_stream(each, halves, count)
             for each in (numbers.scales, numbers.zeros)
         )
-        return steps.transpose(1, 2).contiguous(), *streams
+        return self.to_steps(codes), *streams
+
+    def step_shape(self, padded: int) -> tuple[int, ...]:
+        """Return the shape of a panel's codes for so many values of k."""
+        return padded // (self.per_byte * QUAD), PANEL, QUAD
+
+    def to_steps(self, codes: Tensor) -> Tensor:
+        """Pack codes [P, 16, K] into panels [P, *step_shape]."""
+        words = codes.contiguous().view(torch.int32)  # a quad in each
+        if self.per_byte == 2:
+            words = words[:, :, ::2] | words[:, :, 1::2] << 4
+        return torch.unflatten(words.transpose(1, 2).contiguous().view(torch.uint8), 2, (PANEL, QUAD))
+
+    def from_steps(self, panels: Tensor) -> Tensor:
+        """Invert `to_steps`."""
+        steps = panels.transpose(1, 2)
+        return (torch.stack([steps & 15, steps >> 4], 3) if self.per_byte == 2 else steps).flatten(2)
 
     def from_panels(self, weight: PackedWeight) -> Tensor:
-        steps = weight.data.transpose(1, 2)  # [P, 16, steps, 4]
-        if self.per_byte == 2:
-            steps = torch.stack([steps & 15, steps >> 4], 3)
         group = weight.scheme.group_size
         streams = (
             None if part is None else from_stream(part, group) for part in (weight.scales, weight.zeros)
         )
-        return self.widened(steps.flatten(2), weight.scheme, *streams)
+        return self.widened(self.from_steps(weight.data), weight.scheme, *streams)
 
     def to_rows(self, numbers: Numbers, scheme: WeightScheme) -> tuple[Tensor | None, ...]:
         self._check(numbers, scheme)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed weight of several modules in different formats: 8-bit integers hold the numbers of many formats.
+"""Packed weight of several modules in different formats: integers of 6 or 8 bits hold the numbers of many formats.
 
 Invariant: nothing is rounded. A module's codes become their integer values, and groups become as small as the smallest,
 with scales repeated.
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from quire.kernels.formats import BlockScales, Numbers, format_of
 from quire.kernels.formats.grouped import GroupedFormat
-from quire.kernels.linear import INT8_ZERO, WeightScheme
+from quire.kernels.linear import WeightScheme
 from quire.layers.quantized.codec import Coded, scheme_of
 
-_INTEGRAL = ("int8", "int4", "iq4_nl")
-"""Formats whose codes have 8-bit integer values."""
+_SIX_BITS = ("int6", "int4")
+_EIGHT_BITS = (*_SIX_BITS, "int8", "iq4_nl")
+"""Formats whose codes have integer values of so many bits."""
 
 Place = Callable[[Tensor, Tensor], None]
 """Copy of a module's rows to their place in the whole weight."""
@@ -32,16 +33,17 @@ def merged_scheme(schemes: Collection[WeightScheme | None]) -> WeightScheme | No
     first, *others = set(schemes)
     if first is None or not others:
         return first
-    each = [scheme for scheme in schemes if scheme is not None and scheme.kind in _INTEGRAL]
+    each = [scheme for scheme in schemes if scheme is not None and scheme.kind in _EIGHT_BITS]
     groups = {scheme.group_size for scheme in each}
     if len(each) < len(schemes) or (0 in groups and len(groups) > 1):
         return None
-    return scheme_of("int8", math.gcd(*groups), shifted=not all(scheme.symmetric for scheme in each))
+    kind = "int6" if all(scheme.kind in _SIX_BITS for scheme in each) else "int8"
+    return scheme_of(kind, math.gcd(*groups), shifted=not all(scheme.symmetric for scheme in each))
 
 
 def merged_numbers(num_rows: int, modules: Sequence[tuple[Place, Coded]], scheme: WeightScheme) -> Numbers:
     """Return the numbers of a weight with `num_rows` rows from the numbers of its modules."""
-    held = [_held(coded, scheme) for _, coded in modules]
+    held, middle = [_held(coded, scheme) for _, coded in modules], _integral(scheme).zero(scheme)
 
     def merged(parts: Sequence[Tensor]) -> Tensor:
         dtype = reduce(torch.promote_types, (part.dtype for part in parts))
@@ -58,7 +60,7 @@ def merged_numbers(num_rows: int, modules: Sequence[tuple[Place, Coded]], scheme
         return merged([part.float() if isinstance(part, BlockScales) else part for part in parts])
 
     data, scales, zeros = zip(*held, strict=True)
-    return Numbers(merged(data), streams(scales), streams(_all_shifted(scales, zeros)))
+    return Numbers(merged(data), streams(scales), streams(_all_shifted(scales, zeros, middle)))
 
 
 def _held(coded: Coded, scheme: WeightScheme) -> Numbers:
@@ -66,15 +68,20 @@ def _held(coded: Coded, scheme: WeightScheme) -> Numbers:
     own, numbers = coded.scheme, coded.numbers
     if (own.kind, own.group_size, own.symmetric) == (scheme.kind, scheme.group_size, scheme.symmetric):
         return numbers
-    kept = format_of(own)
-    assert isinstance(kept, GroupedFormat), "one of integers"
+    kept = _integral(own)
     integers = kept.values(kept.codes(numbers.data), own).to(torch.int8)
     times = own.group_size // scheme.group_size if scheme.group_size else 1
     count = -(-integers.shape[1] // scheme.group_size) if scheme.group_size else 1
     scales, zeros = (_repeated(each, times, count) for each in (numbers.scales, numbers.zeros))
     if isinstance(zeros, Tensor) and zeros.dtype is torch.uint8:
-        zeros = zeros + (INT8_ZERO - kept.zero(own))
+        zeros = zeros + (_integral(scheme).zero(scheme) - kept.zero(own))
     return Numbers(integers, scales, zeros)
+
+
+def _integral(scheme: WeightScheme) -> GroupedFormat:
+    kept = format_of(scheme)
+    assert isinstance(kept, GroupedFormat), "one of integers"
+    return kept
 
 
 def _repeated(stream: Tensor | BlockScales | None, times: int, count: int) -> Tensor | BlockScales | None:
@@ -87,19 +94,19 @@ def _repeated(stream: Tensor | BlockScales | None, times: int, count: int) -> Te
 
 
 def _all_shifted(
-    scales: Sequence[Tensor | BlockScales], zeros: Sequence[Tensor | BlockScales | None]
+    scales: Sequence[Tensor | BlockScales], zeros: Sequence[Tensor | BlockScales | None], middle: int
 ) -> Sequence[Tensor | BlockScales | None]:
-    """Return zeros for all modules where some have them; added ones are neutral."""
+    """Return zeros for all modules where some have them; added ones are neutral: `middle` is the code of value 0."""
     if all(each is None for each in zeros):
         return zeros
     points = any(isinstance(each, Tensor) and each.dtype is torch.uint8 for each in zeros)
-    neutral = [_no_points(each) if points else _no_minimums(each) for each in scales]
+    neutral = [_no_points(each, middle) if points else _no_minimums(each) for each in scales]
     return [other if each is None else each for each, other in zip(zeros, neutral, strict=True)]
 
 
-def _no_points(scales: Tensor | BlockScales) -> Tensor:
+def _no_points(scales: Tensor | BlockScales, middle: int) -> Tensor:
     groups = scales.factors if isinstance(scales, BlockScales) else scales
-    return torch.full_like(groups, INT8_ZERO, dtype=torch.uint8)
+    return torch.full_like(groups, middle, dtype=torch.uint8)
 
 
 def _no_minimums(scales: Tensor | BlockScales) -> Tensor | BlockScales:

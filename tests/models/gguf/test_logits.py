@@ -64,7 +64,7 @@ KEPT = {
     Kind.Q4_0: ("int4", 32, True),
     Kind.Q8_0: ("int8", 32, True),
     Kind.Q4_K: ("int4", 32, False),
-    Kind.Q6_K: ("int8", 16, True),
+    Kind.Q6_K: ("int6", 16, True),
     Kind.IQ4_XS: ("iq4_nl", 32, True),
 }
 SMALL_BLOCKS = (
@@ -108,13 +108,13 @@ MIXES = {
     "Q4_K_M": (
         Kind.Q4_K,
         {"v_proj": Kind.Q6_K, "down_proj": Kind.Q6_K},
-        [("int8", 16, False), ("int4", 32, False)],
+        [("int6", 16, False), ("int4", 32, False)],
     ),
-    "Q4_K_S": (Kind.Q4_K, {"v_proj": Kind.Q5_K}, [("int8", 32, False), ("int4", 32, False)]),
+    "Q4_K_S": (Kind.Q4_K, {"v_proj": Kind.Q5_K}, [("int6", 32, False), ("int4", 32, False)]),
     "Q3_K_M": (
         Kind.Q3_K,
         {"v_proj": Kind.Q6_K, "up_proj": Kind.Q4_0},
-        [("int8", 16, True), ("int8", 16, True)],
+        [("int6", 16, True), ("int6", 16, True)],
     ),
     "IQ4_XS": (
         Kind.IQ4_XS,
