@@ -5,8 +5,8 @@ Invariant: a block enters the prefix cache only after the step that filled it ha
 unfinished work. Two requests that start in one step therefore compute a common prefix twice; that is at most one
 step's work, and it keeps a failed step out of the cache.
 
-`KVCacheCoordinator` makes the groups of a model act as one: a prefix hit must hold in all of them, an allocation
-covers all. Invariant: all groups cover the same tokens of a request, so their tables have equally many entries.
+The groups of a model act as one: a prefix hit must hold in all of them, an allocation covers all. Invariant: all groups
+cover the same tokens of a request, so their tables have equally many entries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
 from quire.kv_cache.integrity import IntegrityError, check_integrity
 from quire.kv_cache.managers import MANAGERS
 from quire.kv_cache.single_type_manager import FindBlock, SingleTypeManager
-from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, SwapCosts
+from quire.kv_cache.spec import KVCacheConfig, SwapCosts
 from quire.kv_cache.transfers import HostTransfers
 
 __all__ = ["CachedSequence", "IntegrityError", "KVCacheManager", "PlannedMoves", "PrefixHit"]
@@ -47,134 +47,6 @@ def is_storable(request: CachedSequence) -> bool:
     """Return whether a request's blocks may outlive the process: an adapter must be named by its content."""
     adapter = request.extra_keys.adapter
     return adapter is None or outlives_engine(adapter)
-
-
-class KVCacheCoordinator:
-    """One manager per group, in group order; `max_chunk` is the most tokens of a request in a step."""
-
-    def __init__(self, groups: Sequence[KVCacheGroup], pool: DevicePool, max_chunk: int) -> None:
-        self._pool = pool
-        self.managers = [
-            MANAGERS[type(group.spec)](group.spec, pool, i, max_chunk) for i, group in enumerate(groups)
-        ]
-        self._dropping = [manager for manager in self.managers if manager.drops_blocks]
-        self.block_size = self.managers[0].block_size
-        assert all(m.block_size == self.block_size for m in self.managers), "groups differ in block size"
-        self.no_hit = PrefixHit(0, tuple([] for _ in self.managers))
-
-    def find_longest_cache_hit(
-        self, hashes: Sequence[BlockHash], max_num_tokens: int, find: FindBlock
-    ) -> PrefixHit:
-        """Return the longest prefix of which `find` knows what every group needs.
-
-        Each group in turn shortens the candidate to what it can serve, until a whole pass agrees; a group that needs
-        less of the prefix than another (a sliding window) may have to be queried again.
-        """
-        num_tokens, agreed = max_num_tokens // self.block_size * self.block_size, -1
-        blocks: tuple[list[KVCacheBlock], ...] = ()
-        while num_tokens != agreed:
-            agreed, blocks = num_tokens, ()
-            for manager in self.managers:
-                hit = manager.find_longest_cache_hit(hashes, num_tokens, find)
-                num_tokens = len(hit) * self.block_size
-                blocks += (hit,)
-        return PrefixHit(num_tokens, blocks, from_cache=True)
-
-    def max_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks over all groups that a sequence of this length holds."""
-        return sum(manager.max_blocks(num_tokens) for manager in self.managers)
-
-    def num_blocks_to_start(self, num_tokens: int, hit: PrefixHit) -> int:
-        """Return the free blocks over all groups that a new request needs for `num_tokens` tokens, given a hit."""
-        pairs = zip(self.managers, hit.blocks, strict=True)
-        return sum(
-            manager.num_blocks_to_start(num_tokens, blocks, hit.num_tokens) for manager, blocks in pairs
-        )
-
-    def covers(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether the request's tables cover `num_tokens` tokens already."""
-        return self.managers[0].num_entries(request_id) * self.block_size >= num_tokens
-
-    def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
-        """Return the free blocks over all groups that a request needs to cover `num_tokens` tokens."""
-        return sum([manager.num_blocks_to_grow(request_id, num_tokens) for manager in self.managers])
-
-    def num_held_blocks(self, request_id: str) -> int:
-        """Return the number of blocks in the request's tables."""
-        return sum([manager.num_held_blocks(request_id) for manager in self.managers])
-
-    def num_blocks_to_finish(self, request_id: str, num_tokens: int) -> int:
-        """Like `num_blocks_to_grow`, but in steps, between which blocks are dropped."""
-        return sum([manager.num_blocks_to_finish(request_id, num_tokens) for manager in self.managers])
-
-    def adopt(self, request_id: str, hit: PrefixHit) -> None:
-        """Start a request's tables with a hit (possibly an empty one)."""
-        num_full = hit.num_tokens // self.block_size
-        tables = self._pool.take(hit.blocks, num_full, takes_over=hit.takes_over)
-        for manager, blocks, table in zip(self.managers, hit.blocks, tables, strict=True):
-            manager.adopt(request_id, hit.num_tokens, blocks, table)
-
-    def find_fork(self, request_id: str, num_tokens: int) -> PrefixHit:
-        """Return the first `num_tokens` computed tokens of a running request as a hit for a fork.
-
-        The hit has zero tokens if one group no longer holds them.
-        """
-        tables = [manager.find_fork(request_id, num_tokens) for manager in self.managers]
-        found = tuple([table for table in tables if table is not None])
-        return PrefixHit(num_tokens, found) if len(found) == len(tables) else self.no_hit
-
-    def tables(self, request_id: str) -> list[Sequence[KVCacheBlock]]:
-        """Return the blocks of a started request, one table per group."""
-        return [manager.tables[request_id] for manager in self.managers]
-
-    def allocate(self, request_id: str, num_tokens: int) -> list[list[int]]:
-        """Grow the tables to cover `num_tokens` tokens; returns the new block ids per group."""
-        return [manager.allocate(request_id, num_tokens) for manager in self.managers]
-
-    def num_blocks_for_drafts(self, request_id: str, num_tokens: int) -> int:
-        """Return the free blocks that `allocate_for_drafts` takes."""
-        return sum([manager.num_blocks_for_drafts(request_id, num_tokens) for manager in self.managers])
-
-    def allocate_for_drafts(self, request_id: str, num_tokens: int) -> list[list[int]]:
-        """Like `allocate`, where the new tokens are drafts; see `SingleTypeManager.allocate_for_drafts`."""
-        return [manager.allocate_for_drafts(request_id, num_tokens) for manager in self.managers]
-
-    def truncate(self, request_id: str, num_tokens: int) -> None:
-        """Free the blocks behind the first `num_tokens` tokens, which were for drafts."""
-        for manager in self.managers:
-            manager.truncate(request_id, num_tokens)
-
-    def drop(self, request_id: str, num_computed_tokens: int, *, cached_only: bool) -> None:
-        """Free blocks that are not read any more; see `SingleTypeManager.drop`."""
-        for manager in self._dropping:
-            manager.drop(request_id, num_computed_tokens, cached_only=cached_only)
-
-    def num_offered(self, request_id: str) -> int:
-        """Return the number of first blocks that every group has offered to the prefix cache."""
-        return min(manager.num_cached[request_id] for manager in self.managers)
-
-    def cache_blocks(self, request_id: str, hashes: Sequence[BlockHash], num_full: int) -> None:
-        """Offer the first `num_full` blocks of every group to the prefix cache."""
-        for manager in self.managers:
-            manager.cache_blocks(request_id, hashes, num_full)
-
-    def keys(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
-        """Return the pool keys of the blocks with these hashes in all groups, in the order of the sequence."""
-        of_groups = [keys for manager in self.managers if (keys := manager.keys(hashes))]
-        return [key for keys in zip(*of_groups, strict=True) for key in keys]
-
-    def forget(self, hashes: Sequence[BlockHash]) -> None:
-        """Remove content from the prefix cache, in all groups and on both tiers."""
-        for manager in self.managers:
-            manager.forget_hashes(hashes)
-
-    def free(self, request_id: str) -> None:
-        """Free the request's blocks in all groups."""
-        self._pool.free_tables([manager.forget(request_id) for manager in self.managers])
-
-    def block_ids(self, request_id: str) -> list[list[int]]:
-        """Return the request's block ids per group, in order of position."""
-        return [[block.block_id for block in m.tables.get(request_id, ())] for m in self.managers]
 
 
 class CachedSequence(Protocol):
@@ -203,8 +75,12 @@ class KVCacheManager:
     `prefix_queries` and `prefix_hits` count tokens: of requests looked up in the prefix cache for their first start,
     and the found ones on either tier. Forks are not looked up, and resumed requests were counted before. `num_swaps`
     counts requests that were swapped out. `rolls_back` is the config's. `max_chunk` is the most tokens of a request in
-    a step. With `enable_events`, `pop_events` must be called now and then. `coordinator` and `events` are for
-    `prefix_loads` and `quire.scheduler.store_access`.
+    a step. With `enable_events`, `pop_events` must be called now and then; `events` is for
+    `quire.scheduler.store_access`.
+
+    Attributes:
+        managers: manager of each group, in group order, for readers.
+        no_hit: hit of zero tokens.
     """
 
     def __init__(
@@ -227,15 +103,17 @@ class KVCacheManager:
         self.events = KVEventLog(kv_config.block_size) if enable_events else None
         self._pool = DevicePool(kv_config.num_blocks, kv_config.num_host_blocks, self.events)
         self.transfers = HostTransfers(self._pool)
-        self.coordinator = KVCacheCoordinator(kv_config.groups, self._pool, max_chunk)
+        self.managers: Sequence[SingleTypeManager] = [
+            MANAGERS[type(group.spec)](group.spec, self._pool, i, max_chunk)
+            for i, group in enumerate(kv_config.groups)
+        ]
+        self._dropping = [manager for manager in self.managers if manager.drops_blocks]
+        self.block_size = self.managers[0].block_size
+        assert all(m.block_size == self.block_size for m in self.managers), "groups differ in block size"
+        self.no_hit = PrefixHit(0, tuple([] for _ in self.managers))
         self._mixed: set[str] = set()  # ids of requests with blocks that other weights have computed
         # Returned by most plans, so shared.
         self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self.coordinator.block_size
 
     @property
     def pool(self) -> DevicePool:
@@ -243,19 +121,9 @@ class KVCacheManager:
         return self._pool
 
     @property
-    def managers(self) -> Sequence[SingleTypeManager]:
-        """Manager of each group, for readers."""
-        return self.coordinator.managers
-
-    @property
     def tokens_per_key(self) -> float:
         """Tokens of a full block, over the groups that cache it."""
-        return self.block_size / max(len(self.coordinator.keys([b""])), 1)
-
-    @property
-    def no_hit(self) -> PrefixHit:
-        """Hit of zero tokens."""
-        return self.coordinator.no_hit
+        return self.block_size / max(len(self.keys([b""])), 1)
 
     @property
     def usage(self) -> float:
@@ -279,7 +147,7 @@ class KVCacheManager:
 
     def max_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that a sequence of `num_tokens` cached tokens holds."""
-        return self.coordinator.max_blocks(num_tokens)
+        return sum(manager.max_blocks(num_tokens) for manager in self.managers)
 
     def get_computed_blocks(self, request: CachedSequence, most: int | None = None) -> PrefixHit:
         """Return the longest cached prefix that leaves the last known token, from which to sample, uncomputed.
@@ -292,9 +160,30 @@ class KVCacheManager:
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
         limit = len(request.token_ids) - 1
         limit = limit if most is None else min(limit, most)
-        return self.coordinator.find_longest_cache_hit(
-            request.block_hashes, limit, self._pool.get_cached_block
-        )
+        return self.find_longest_cache_hit(request.block_hashes, limit, self._pool.get_cached_block)
+
+    def find_longest_cache_hit(
+        self, hashes: Sequence[BlockHash], max_num_tokens: int, find: FindBlock
+    ) -> PrefixHit:
+        """Return the longest prefix of which `find` knows what every group needs.
+
+        Each group in turn shortens the candidate to what it can serve, until a whole pass agrees; a group that needs
+        less of the prefix than another (a sliding window) may have to be queried again.
+        """
+        num_tokens, agreed = max_num_tokens // self.block_size * self.block_size, -1
+        blocks: tuple[list[KVCacheBlock], ...] = ()
+        while num_tokens != agreed:
+            agreed, blocks = num_tokens, ()
+            for manager in self.managers:
+                hit = manager.find_longest_cache_hit(hashes, num_tokens, find)
+                num_tokens = len(hit) * self.block_size
+                blocks += (hit,)
+        return PrefixHit(num_tokens, blocks, from_cache=True)
+
+    def keys(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Return the pool keys of the blocks with these hashes in all groups, in the order of the sequence."""
+        of_groups = [keys for manager in self.managers if (keys := manager.keys(hashes))]
+        return [key for keys in zip(*of_groups, strict=True) for key in keys]
 
     def get_swapped_blocks(self, request: CachedSequence) -> PrefixHit | None:
         """Return all that a swapped-out request had computed; None if it is not swapped out.
@@ -319,28 +208,42 @@ class KVCacheManager:
         caching; a last, partly filled one is copied, unless the fork takes over all from its parent. If a group has
         freed blocks that the fork would read, or has replaced a state, the hit has zero tokens.
         """
-        hit = self.coordinator.find_fork(parent.request_id, num_tokens)
-        return hit._replace(is_mixed=parent.request_id in self._mixed, takes_over=takes_over)
+        tables = [manager.find_fork(parent.request_id, num_tokens) for manager in self.managers]
+        found = tuple([table for table in tables if table is not None])
+        if len(found) < len(tables):
+            return self.no_hit
+        is_mixed = parent.request_id in self._mixed
+        return PrefixHit(num_tokens, found, is_mixed=is_mixed, takes_over=takes_over)
 
     def num_blocks_short(self, request: CachedSequence, hit: PrefixHit) -> int:
         """Return the missing free blocks for all known tokens of a request without blocks, given a hit.
 
         It fits now if this is 0 or less.
         """
-        needed = self.coordinator.num_blocks_to_start(len(request.token_ids), hit)
-        return needed - self._pool.num_free_blocks
+        num_tokens, pairs = len(request.token_ids), zip(self.managers, hit.blocks, strict=True)
+        needed = [
+            manager.num_blocks_to_start(num_tokens, blocks, hit.num_tokens) for manager, blocks in pairs
+        ]
+        return sum(needed) - self._pool.num_free_blocks
 
     def num_blocks_to_finish(self, request: CachedSequence) -> int:
-        """Return the blocks that a started request needs for all its known tokens beyond those it has."""
-        return self.coordinator.num_blocks_to_finish(request.request_id, len(request.token_ids))
+        """Return the blocks that a started request needs for all its known tokens beyond those it has.
+
+        It gets them in steps, between which blocks are dropped.
+        """
+        request_id, num_tokens = request.request_id, len(request.token_ids)
+        return sum([manager.num_blocks_to_finish(request_id, num_tokens) for manager in self.managers])
 
     def num_held_blocks(self, request: CachedSequence) -> int:
         """Return the blocks that a started request holds, exclusively or shared."""
-        return self.coordinator.num_held_blocks(request.request_id)
+        return sum([manager.num_held_blocks(request.request_id) for manager in self.managers])
 
     def start(self, request: CachedSequence, hit: PrefixHit, *, is_resumed: bool = False) -> None:
         """Start a request's tables with the blocks of a hit (possibly of zero tokens)."""
-        self.coordinator.adopt(request.request_id, hit)
+        num_full = hit.num_tokens // self.block_size
+        tables = self._pool.take(hit.blocks, num_full, takes_over=hit.takes_over)
+        for manager, blocks, table in zip(self.managers, hit.blocks, tables, strict=True):
+            manager.adopt(request.request_id, hit.num_tokens, blocks, table)
         self._pool.host.release(request.request_id)
         if hit.is_mixed:
             self._mixed.add(request.request_id)
@@ -358,16 +261,16 @@ class KVCacheManager:
         """
         request_id, num_computed_tokens = request.request_id, request.num_computed_tokens
         num_tokens = num_computed_tokens + num_new_tokens
-        if self.coordinator.covers(request_id, num_tokens):
+        if self._covers(request_id, num_tokens):
             return self._no_block_ids
         will_cache = self.enable_prefix_caching and request_id not in self._mixed
-        self.coordinator.drop(request_id, num_computed_tokens, cached_only=will_cache)
-        needed = self.coordinator.num_blocks_to_grow(request_id, num_tokens)
+        self._drop(request_id, num_computed_tokens, cached_only=will_cache)
+        needed = sum([manager.num_blocks_to_grow(request_id, num_tokens) for manager in self.managers])
         if needed > self._pool.num_free_blocks:  # also free blocks of steps in flight
-            self.coordinator.drop(request_id, num_computed_tokens, cached_only=False)
+            self._drop(request_id, num_computed_tokens, cached_only=False)
         if needed > self._pool.num_free_blocks:
             return None
-        return self.coordinator.allocate(request_id, num_tokens)
+        return [manager.allocate(request_id, num_tokens) for manager in self.managers]
 
     def allocate_drafts(
         self, request: CachedSequence, num_tokens: int, num_kept_free: int
@@ -377,27 +280,38 @@ class KVCacheManager:
         Returns the new block ids as `allocate_slots` does, or None if fewer than `num_kept_free` blocks would stay
         free.
         """
-        if self.coordinator.covers(request.request_id, num_tokens):
+        request_id = request.request_id
+        if self._covers(request_id, num_tokens):
             return self._no_block_ids
-        needed = self.coordinator.num_blocks_for_drafts(request.request_id, num_tokens)
+        needed = sum([manager.num_blocks_for_drafts(request_id, num_tokens) for manager in self.managers])
         if needed > self._pool.num_free_blocks - num_kept_free:
             return None
-        return self.coordinator.allocate_for_drafts(request.request_id, num_tokens)
+        return [manager.allocate_for_drafts(request_id, num_tokens) for manager in self.managers]
+
+    def _covers(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether the request's tables cover `num_tokens` tokens already."""
+        return self.managers[0].num_entries(request_id) * self.block_size >= num_tokens
+
+    def _drop(self, request_id: str, num_computed_tokens: int, *, cached_only: bool) -> None:
+        """Free blocks that are not read any more; see `SingleTypeManager.drop`."""
+        for manager in self._dropping:
+            manager.drop(request_id, num_computed_tokens, cached_only=cached_only)
 
     def cache_blocks(self, request: CachedSequence, num_computed_tokens: int) -> None:
         """Offer the full blocks of the first `num_computed_tokens` computed tokens to the prefix cache.
 
         Those of a request with blocks of other weights are not offered: each was computed from the ones before it.
         """
-        num_full = num_computed_tokens // self.coordinator.block_size
+        num_full = num_computed_tokens // self.block_size
         if not self.enable_prefix_caching or num_full == 0 or request.request_id in self._mixed:
             return
         if len(request.block_hashes) < num_full:
             extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
-        start = self.coordinator.num_offered(request.request_id)
-        self.coordinator.cache_blocks(request.request_id, request.block_hashes, num_full)
+        start = min(manager.num_cached[request.request_id] for manager in self.managers)
+        for manager in self.managers:
+            manager.cache_blocks(request.request_id, request.block_hashes, num_full)
         if start < num_full and is_storable(request):
-            self.transfers.note_cached(self.coordinator.keys(request.block_hashes[start:num_full]))
+            self.transfers.note_cached(self.keys(request.block_hashes[start:num_full]))
         if self.events is not None:
             self.events.describe(request)
 
@@ -408,30 +322,35 @@ class KVCacheManager:
         holds such blocks keeps them and reports errors of its own. What the request found in the cache when it first
         started was computed by others and stays.
         """
-        first = request.num_cached_tokens // self.block_size
-        self.coordinator.forget(request.block_hashes[first:])
-        self.transfers.forget(self.coordinator.keys(request.block_hashes[first:]))
+        hashes = request.block_hashes[request.num_cached_tokens // self.block_size :]
+        for manager in self.managers:
+            manager.forget_hashes(hashes)
+        self.transfers.forget(self.keys(hashes))
 
     def trim(self, request: CachedSequence) -> None:
         """Free the device blocks of a started request that its next token does not read, or that were for drafts."""
-        self.coordinator.drop(request.request_id, request.num_computed_tokens, cached_only=False)
-        self.coordinator.truncate(request.request_id, request.num_computed_tokens)
+        self._drop(request.request_id, request.num_computed_tokens, cached_only=False)
+        for manager in self.managers:
+            manager.truncate(request.request_id, request.num_computed_tokens)
 
     def preempt(self, request: CachedSequence) -> None:
         """Free a started request's device blocks; swap their content to the host if that is faster than recomputing."""
         request_id, num_tokens = request.request_id, request.num_computed_tokens
         self.trim(request)
-        num_bytes = self.coordinator.num_held_blocks(request_id) * self._block_bytes
+        num_bytes = self.num_held_blocks(request) * self._block_bytes
         if self._prefers_swap(self._swap_costs, num_bytes, num_tokens):
-            tables = self.coordinator.tables(request_id)
+            tables = [manager.tables[request_id] for manager in self.managers]
             self.num_swaps += self._pool.host.swap_out(request_id, tables, num_tokens)
-        self.coordinator.free(request_id)
+        self._free_tables(request_id)
 
     def free(self, request: CachedSequence) -> None:
         """Free all blocks of a request on both tiers; a request without blocks is ignored."""
-        self.coordinator.free(request.request_id)
+        self._free_tables(request.request_id)
         self._pool.host.release(request.request_id)
         self._mixed.discard(request.request_id)
+
+    def _free_tables(self, request_id: str) -> None:
+        self._pool.free_tables([manager.forget(request_id) for manager in self.managers])
 
     def pop_moves(self) -> PlannedMoves:
         """Return the copies that the plan must make before its forward pass; call once per plan."""
@@ -439,11 +358,12 @@ class KVCacheManager:
 
     def get_block_ids(self, request: CachedSequence) -> list[list[int]]:
         """Return all block ids of a request, one list per group."""
-        return self.coordinator.block_ids(request.request_id)
+        tables = [manager.tables.get(request.request_id, ()) for manager in self.managers]
+        return [[block.block_id for block in table] for table in tables]
 
     def holders(self) -> set[str]:
         """Return ids of the requests that hold block tables."""
-        return set(self.coordinator.managers[0].tables)
+        return set(self.managers[0].tables)
 
     def swapped(self) -> set[str]:
         """Return ids of the requests that are swapped out."""
@@ -476,7 +396,7 @@ class KVCacheManager:
         Raises:
             IntegrityError: internal bug; holds the state.
         """
-        check_integrity(self._pool, self.coordinator.managers)
+        check_integrity(self._pool, self.managers)
 
 
 def is_swap_faster(costs: SwapCosts, num_bytes: int, num_tokens: int) -> bool:

@@ -47,7 +47,7 @@ def storable_keys(kv: KVCacheManager, request: CachedSequence) -> list[BlockHash
     if not kv.enable_prefix_caching or not is_storable(request):
         return []
     extend_hashes(request.block_hashes, request.token_ids, kv.block_size, request.extra_keys)
-    return kv.coordinator.keys(request.block_hashes[: (len(request.token_ids) - 1) // kv.block_size])
+    return kv.keys(request.block_hashes[: (len(request.token_ids) - 1) // kv.block_size])
 
 
 def begin_load(kv: KVCacheManager, request: CachedSequence, stored: Collection[BlockHash]) -> PrefixLoad:
@@ -78,4 +78,4 @@ def _hit_with(
     def find(key: BlockHash) -> KVCacheBlock | None:
         return kv.pool.get_cached_block(key) or (_absent(key) if key in known else None)
 
-    return kv.coordinator.find_longest_cache_hit(request.block_hashes, most, find)
+    return kv.find_longest_cache_hit(request.block_hashes, most, find)

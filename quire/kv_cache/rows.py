@@ -94,8 +94,11 @@ class RowMover(Protocol):
 
     info: RowStoreInfo
 
-    def use(self, host: Sequence[Any]) -> None:
-        """Use these tensors [blocks, bytes] uint8 of the host tier from now on; no action is running."""
+    def use(self, host: Sequence[Any], cache: Sequence[Any] = ()) -> None:
+        """Use these tensors [blocks, bytes] uint8 of the host tier from now on; no action is running.
+
+        Rows go on to the tensors of the cache, which `use` may prepare for that until the next call.
+        """
 
     def start(
         self, action: RowAction, rows: Sequence[tuple[bytes, int]], place: str = STORE

@@ -14,12 +14,14 @@ from quire.config import EngineConfig
 from quire.config.kv_store import KVStoreConfig
 from quire.errors import ConfigError
 from quire.kv_cache.rows import OFFERS, STORE, LeaseStats, RowAction, RowResult, RowStoreInfo
+from quire.kv_cache.sizing import blocks_per_request
 from quire.kv_cache.spec import KVCacheConfig
 from quire.kv_store.connector import Connector, open_connector
 from quire.kv_store.disk.namespaces import MOST_WRITERS
 from quire.kv_store.disk.shared import SharedDiskStore
 from quire.kv_store.namespace import namespace_of
 from quire.kv_store.peer import PeerStore
+from quire.kv_store.population import Population
 from quire.kv_store.row_store import (
     NAME_BYTES,
     Namespace,
@@ -42,19 +44,27 @@ class Movers:
     Args:
         store: the engine's own one, if it has one.
         connector: to other engines, if there is one.
+        longest: blocks of the longest request, whose memory is populated ahead.
     """
 
-    def __init__(self, row_bytes: int, store: RowStore | None, connector: Connector | None) -> None:
+    def __init__(
+        self, row_bytes: int, store: RowStore | None, connector: Connector | None, longest: int
+    ) -> None:
         self._row_bytes, self._store, self._connector = row_bytes, store, connector
         self._host: list[memoryview] = []
         self._widths: list[int] = []
         self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._longest = longest
+        self.population = Population([], 0)
         self.info = _info_of(row_bytes, store, connector)
 
-    def use(self, host: Sequence[Tensor]) -> None:
+    def use(self, host: Sequence[Tensor], cache: Sequence[Tensor] = ()) -> None:
+        self.population.stop()
         self._host = [tensor.numpy().reshape(-1).data for tensor in host]
         self._widths = [tensor.shape[1] for tensor in host]
         assert sum(self._widths) in (0, self._row_bytes), "the host tier has rows of another size"
+        if all(tensor.is_cpu for tensor in cache):  # the host tier of a GPU has its pages
+            self.population = Population([*cache, *host], self._longest)
 
     def start(
         self, action: RowAction, rows: Sequence[tuple[bytes, int]], place: str = STORE
@@ -71,6 +81,7 @@ class Movers:
         return self._threads[place].submit(self._run, place, action, names, block_ids)
 
     def close(self) -> None:
+        self.population.stop()
         for thread in self._threads.values():
             thread.shutdown()
         if self._connector is not None:
@@ -181,7 +192,9 @@ def open_row_mover(config: EngineConfig, kv_config: KVCacheConfig, shard: Shard,
         if isinstance(error, RowStoreError):
             raise ConfigError(f"--kv-store: {error}") from error
         raise
-    return Movers(namespace.row_bytes, store, connector)
+    chunk = config.scheduler.max_num_batched_tokens
+    longest = blocks_per_request(kv_config.groups, config.model.max_model_len, chunk)
+    return Movers(namespace.row_bytes, store, connector, longest)
 
 
 def _open_connector(

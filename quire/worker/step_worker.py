@@ -141,7 +141,7 @@ class StepWorker:
             host_tier = [transfers.host_memory(shape) for shape in shapes]
         self._copier = BlockCopier(self._tensors, host_tier, transfers.copy_blocks)
         if self._rows is not None:
-            self._rows.use(host_tier)
+            self._rows.use(host_tier, self._tensors)
         self._make_runner(kv_config)
 
     def _make_runner(self, kv_config: KVCacheConfig, *, writes_cache: bool = True) -> None:

@@ -91,7 +91,7 @@ class Worker(StepWorker):
         assert self._kv_config is not None
         if self._rows is None:
             self._rows = import_place(ROW_MOVER)(self._config, self._kv_config, self._shard, self._stage)
-            self.rows.use(self._copier.host)
+            self.rows.use(self._copier.host, self._tensors)
         return self.rows.info
 
     def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:
@@ -206,7 +206,7 @@ class Worker(StepWorker):
         if self._rows is not None:  # its store holds rows of the old weights
             self._rows.close()
             self._rows = import_place(ROW_MOVER)(self._config, self._kv_config, self._shard, self._stage)
-            self.rows.use([] if self._copier is None else self._copier.host)
+            self.rows.use([] if self._copier is None else self._copier.host, self._tensors)
         if self._copier is None:
             self._bind_minimal_cache()
         else:

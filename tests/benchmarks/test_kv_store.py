@@ -17,7 +17,9 @@ from benchmarks.made_up import written
     ("arguments", "words"),
     [
         ("step --num-rounds 2 --num-tokens 12", "with a store"),
-        pytest.param("restart --prompt-tokens 400", "cached_tokens 384", marks=pytest.mark.more),
+        pytest.param(
+            "restart --prompt-tokens 400 --num-rounds 1", "cached_tokens 384", marks=pytest.mark.more
+        ),
         pytest.param(
             "decode --num-rounds 2 --prompt-tokens 400 --num-tokens 12",
             "writing behind takes",

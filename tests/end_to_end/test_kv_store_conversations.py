@@ -19,7 +19,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.kv_store import tier as store_tier
-from quire.kv_store.disk.store import open_disk_store
+from quire.kv_store.disk.opening import open_disk_store
 from quire.kv_store.memory import MemoryStore, RowMemory
 from quire.kv_store.row_store import RowStore
 from quire.kv_store.server import OpenStore, RowServer

@@ -16,8 +16,8 @@ from quire.engine import core as core_module
 from quire.kv_cache.events import DISK, HOST, KVCacheEvent
 from quire.kv_store import tier
 from quire.kv_store.disk.namespaces import Manifest
+from quire.kv_store.disk.opening import open_disk_store
 from quire.kv_store.disk.segment import SegmentLayout
-from quire.kv_store.disk.store import open_disk_store
 from quire.kv_store.row_store import Namespace
 from tests.fixtures.cache_view import CacheView, Known
 from tests.training.checkpoints import changed

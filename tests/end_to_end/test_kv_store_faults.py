@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from quire.kv_store import tier
-from quire.kv_store.disk import store
+from quire.kv_store.disk import writer
 from tests.end_to_end import test_kv_store_conversations as conversations
 from tests.end_to_end.test_kv_store_conversations import KINDS, OPTIONS, answers_of, engine, script
 
@@ -136,7 +136,7 @@ def run(kind: str, seed: int, model: Path, folder: Path, monkeypatch: pytest.Mon
     """
     monkeypatch.setattr(tier, "REST_S", 0.0)
     monkeypatch.setattr(tier, "MOST_REST_S", 0.0)
-    monkeypatch.setattr(store, "WRITE_AGAIN_S", 0.0)
+    monkeypatch.setattr(writer, "WRITE_AGAIN_S", 0.0)
     rounds, num_stored, done = script(model, kind, NUM_CONVERSATIONS), 0, []
     disk, draw = Disk(folder / "rows", seed, monkeypatch), random.Random(seed)
     sizes = itertools.chain([0.01, 0.01], (draw.choice([0.0005, 0.01]) for _ in itertools.count()))
@@ -183,7 +183,7 @@ def test_engines_that_take_rows_from_each_other_are_right(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two engines of other rows in a directory that has room for few: both save, and neither serves what is gone."""
-    monkeypatch.setattr(store, "GROW_AGAIN_S", 0.0)
+    monkeypatch.setattr(writer, "GROW_AGAIN_S", 0.0)
     kinds, gib = ("full", "int8"), 0.0005
     model, rows = tiny_model(KINDS["full"][0]), tmp_path / "rows"
     with contextlib.ExitStack() as running:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass, field
 
-from quire.kv_cache.block_pool import DevicePool
 from quire.kv_cache.hashing import BlockHash, ExtraKeys
-from quire.kv_cache.manager import KVCacheCoordinator, KVCacheManager
+from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from tests.fixtures.folded import folded
 
@@ -133,7 +132,7 @@ def test_reset_waits_until_nothing_is_held():
     assert manager.get_computed_blocks(Sequence("b", list(range(9)))).num_tokens == 0
 
 
-def test_the_coordinator_settles_on_what_every_group_has():
+def test_the_longest_hit_is_one_that_every_group_has():
     class Group:
         """Stands for a group that can serve only some prefix lengths."""
 
@@ -143,9 +142,8 @@ def test_the_coordinator_settles_on_what_every_group_has():
         def find_longest_cache_hit(self, hashes: object, max_num_tokens: int, find: object) -> list[None]:
             return [None] * (max(n for n in self.lengths if n <= max_num_tokens) // BLOCK)
 
-    spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype_bytes=4)
-    coordinator = KVCacheCoordinator([KVCacheGroup(("layers.0",), spec)], DevicePool(1), max_chunk=64)
-    coordinator.managers = [Group([0, 4, 12, 20]), Group([0, 4, 8, 16])]
-    hit = coordinator.find_longest_cache_hit([], 23, lambda key: None)
+    manager = make_manager()
+    manager.managers = [Group([0, 4, 12, 20]), Group([0, 4, 8, 16])]
+    hit = manager.find_longest_cache_hit([], 23, lambda key: None)
     assert hit.num_tokens == 4
     assert [len(blocks) for blocks in hit.blocks] == [1, 1]

@@ -218,7 +218,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             return
         seq = pick(idle, which)
         num_swaps, num_free = self.manager.num_swaps, self.pools[1].num_free_blocks
-        tables = self.manager.coordinator.tables(seq.request_id)
+        tables = [manager.tables[seq.request_id] for manager in self.manager.managers]
         names = {block.block_hash for table in tables for block in table if block.block_hash is not None}
         num_held = self.manager.num_held_blocks(seq)
         self.manager.preempt(seq)

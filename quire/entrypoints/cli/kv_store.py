@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.kv_store.disk.maintenance import NamespaceCheck, NamespaceState
 
 DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-GB = 10**9
+GIB = 2**30
 
 
 @click.group("kv-store")
@@ -42,7 +42,7 @@ def ls(directory: Path, as_json: bool) -> None:
         return
     for state in states:
         click.echo("\n".join(_lines(state)))
-    click.echo(f"{len(states)} namespaces, {sum(state.num_bytes for state in states) / GB:.2f} GB")
+    click.echo(f"{len(states)} namespaces, {sum(state.num_bytes for state in states) / GIB:.2f} GiB")
 
 
 @kv_store.command("check")
@@ -71,24 +71,22 @@ def check(directory: Path) -> int:
 
 @kv_store.command("gc")
 @DIRECTORY
-@click.option(
-    "--max-gb", type=click.FloatRange(min=0), required=True, help="Size to keep, in units of 10^9 bytes."
-)
+@click.option("--max-gb", type=click.FloatRange(min=0), required=True, help="GiB to keep.")
 def gc(directory: Path, max_gb: float) -> None:
     """Remove the least recently used rows from DIR until the rest fits; those of running engines stay."""
     from quire.kv_store.disk.maintenance import collect
 
     with _disk_errors(directory):
-        collected = collect(directory, int(max_gb * GB))
+        collected = collect(directory, int(max_gb * GIB))
     for digest in collected.skipped:
         click.echo(f"{digest} is in use: left alone")
-    click.echo(f"{collected.num_bytes / GB:.2f} GB left")
+    click.echo(f"{collected.num_bytes / GIB:.2f} GiB left")
 
 
 def _lines(state: NamespaceState) -> Iterator[str]:
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(state.last_use))
     marks = ", encrypted" * state.is_encrypted + ", in use" * state.is_in_use
-    yield f"{state.digest}  {state.num_rows} rows, {state.num_bytes / GB:.2f} GB, last used {used}{marks}"
+    yield f"{state.digest}  {state.num_rows} rows, {state.num_bytes / GIB:.2f} GiB, last used {used}{marks}"
     values = {**state.values, "row_bytes": str(state.row_bytes)}
     yield from (f"    {name}: {value}" for name, value in values.items())
 
@@ -105,7 +103,11 @@ def _verdict(result: NamespaceCheck) -> str:
 @click.argument("address", metavar="ADDRESS")
 @click.option("--dir", "directory", type=click.Path(path_type=Path), help="Keep rows in this directory.")
 @click.option(
-    "--max-gb", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True, help="Limit."
+    "--max-gb",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="GiB that rows may take.",
 )
 @click.option("--key-file", help="File with 64 hex digits that clients must have, too (--kv-store-key-file).")
 def serve(address: str, directory: Path | None, max_gb: float, key_file: str | None) -> None:
@@ -121,7 +123,7 @@ def serve(address: str, directory: Path | None, max_gb: float, key_file: str | N
     from quire.logging_setup import configure_logging
 
     configure_logging()
-    max_bytes = int(max_gb * GB)
+    max_bytes = int(max_gb * GIB)
     memory = RowMemory(max_bytes)
 
     def open_store(namespace: Namespace) -> RowStore:

@@ -16,7 +16,9 @@ from pathlib import Path
 import msgspec
 
 from quire.errors import ConfigError
-from quire.kv_store.disk.store import REFRESH_S, DiskStore, open_disk_store, open_rows_of
+from quire.kv_store.disk.opening import open_disk_store, open_rows_of
+from quire.kv_store.disk.reader import REFRESH_S
+from quire.kv_store.disk.store import DiskStore
 from quire.kv_store.row_store import Namespace, Row, RowStoreError, RowStoreStats
 
 logger = logging.getLogger(__name__)

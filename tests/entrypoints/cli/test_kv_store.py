@@ -96,7 +96,7 @@ def test_gc_removes_least_recently_used_and_skips_used(
     for age, namespace in enumerate((OTHER, NAMESPACE)):
         for file in (tmp_path / namespace.digest).iterdir():
             os.utime(file, (age, age))
-    keep = [str(tmp_path), "--max-gb", str(limit_of(12) / 1e9)]
+    keep = [str(tmp_path), "--max-gb", str(limit_of(12) / 2**30)]
     assert main(["kv-store", "gc", *keep]) == 0
     assert f"{NAMESPACE.digest} is in use: left alone" in capsys.readouterr().out
     new.close()

@@ -6,8 +6,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from quire.kv_store.disk.opening import open_disk_store
 from quire.kv_store.disk.segment import SegmentLayout
-from quire.kv_store.disk.store import DiskStore, open_disk_store
+from quire.kv_store.disk.store import DiskStore
 from quire.kv_store.row_store import NAME_BYTES, Namespace
 
 ROW_BYTES = 3 * 700

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.kv_store.disk import store as store_module
+from quire.kv_store.disk import reader as reader_module
+from quire.kv_store.disk.opening import open_disk_store
 from quire.kv_store.disk.shared import SharedDiskStore
-from quire.kv_store.disk.store import open_disk_store
 from quire.kv_store.row_store import Namespace, RowStoreError
 from tests.kv_store.disk.rows import (
     KEY,
@@ -342,7 +342,7 @@ def test_closed_store_is_an_error_of_the_store(tmp_path: Path) -> None:
 
 
 def test_second_process_reads_what_the_first_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "REFRESH_S", 0.0)
+    monkeypatch.setattr(reader_module, "REFRESH_S", 0.0)
     writer = opened(tmp_path)
     reader = opened(tmp_path)
     assert (writer.is_writable, reader.is_writable) == (True, False)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.kv_store.disk import room, shared
-from quire.kv_store.disk import store as store_module
+from quire.kv_store.disk import reader, room, shared, writer
 from quire.kv_store.disk.namespaces import CLOCK_ERROR_S
 from quire.kv_store.disk.shared import SharedDiskStore
 from quire.kv_store.row_store import Namespace
@@ -37,8 +36,8 @@ SEGMENT = limit_of(8)
 def always_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (shared, "REFRESH_S"),
-        (store_module, "REFRESH_S"),
-        (store_module, "GROW_AGAIN_S"),
+        (reader, "REFRESH_S"),
+        (writer, "GROW_AGAIN_S"),
     ):
         monkeypatch.setattr(module, name, 0.0)
 
@@ -187,7 +186,7 @@ def test_a_folder_from_the_future_gives_way_first(tmp_path: Path) -> None:
 def test_nothing_is_taken_from_a_writer_in_mid_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a writer write while another process takes segments away; both go on without."""
     monkeypatch.setattr(room, "LOCK_S", 0.0)
-    monkeypatch.setattr(store_module, "LOCK_S", 0.0)
+    monkeypatch.setattr(writer, "LOCK_S", 0.0)
     limit = 8 * SEGMENT
     first, second = engine(tmp_path, limit), engine(tmp_path, limit)
     fill(tmp_path, limit, first, 0, 100)

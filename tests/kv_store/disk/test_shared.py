@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.kv_store.disk import shared
-from quire.kv_store.disk import store as store_module
+from quire.kv_store.disk import reader, shared
 from quire.kv_store.disk.shared import SharedDiskStore
 from tests.kv_store.disk.rows import KEY, NAMESPACE, blank, bytes_of, content_of, limit_of, name_of, row_of
 
@@ -17,7 +16,7 @@ from tests.kv_store.disk.rows import KEY, NAMESPACE, blank, bytes_of, content_of
 @pytest.fixture(autouse=True)
 def always_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "REFRESH_S", 0.0)
-    monkeypatch.setattr(store_module, "REFRESH_S", 0.0)
+    monkeypatch.setattr(reader, "REFRESH_S", 0.0)
 
 
 def engine(directory: Path, key: bytes | None = None, num_rows: int = 200) -> SharedDiskStore:
