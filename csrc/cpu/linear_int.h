@@ -413,6 +413,9 @@ struct IntKernel {
     static constexpr int64_t kWideSteps = 16384 / static_cast<int64_t>(sizeof(typename Dot::Weights));
     static constexpr int64_t kBlockChunks = kWideSteps / kChunkSteps;
     static constexpr bool kUnpacks = Dot::kUnpackTiles != kNever;
+    // Panels that a tile takes at once. 4-bit integers without minimums gain most where each activation is read once for two;
+    // all others where the sums of one stay in registers.
+    static constexpr int kTilePanels = Panels::kSpan == Span::kMagnitude && !Panels::kShifts && !Panels::kScalesOutputs ? kWidePanels : 1;
 
     // The scratch memory: words of all rows of the block, then their scales, then what their sums start with, then their
     // negated sums, and then their zero points; each tile is contiguous. Behind them are the rows' steps.
@@ -482,9 +485,9 @@ struct IntKernel {
         const Outputs outputs = outputs_of(panel, count);
         begin(sums, tiling, start, rows, panel, count);
         if (tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
-        else for (int64_t p = 0; p < count; ++p) {
-            multiply_panel(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p, outputs);
-        }
+        else for_panels<1, 1, kTilePanels>(count, [&](auto width, int64_t p) {
+            multiply_panels<decltype(width)::value>(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p, outputs);
+        });
         if constexpr (Panels::kStepsRows) scale_rows(sums, tiling, start, rows, count);
         outputs.write(start, rows, sums);
     }
@@ -567,19 +570,21 @@ struct IntKernel {
 
     // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way to the
     // second.
-    void multiply_panel(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel,
-                        const Outputs& outputs) const {
-        constexpr int64_t kBlockBytes = kBlockChunks * kChunkSteps * Dot::kBytes;
+    template <int P>
+    void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel,
+                         const Outputs& outputs) const {
+        constexpr int64_t kBlock = kBlockChunks / P, kBlockBytes = kBlock * kChunkSteps * Dot::kBytes;
         const int64_t first_row = tiling.start(tiles.begin);
         const bool unpacks = tiles.end - tiles.begin >= Dot::kUnpackTiles;
+        static_assert(P == 1 || !kUnpacks, "one panel's weights are unpacked together");
         constexpr CodeSums kSums = kNeedsSums ? CodeSums::kBefore : CodeSums::kNone;
         const RowOfOnes ones(panels.zero());
         typename Dot::Weights unpacked[kUnpacks ? kWideSteps : 1];
-        for (int64_t chunk = 0; chunk < num_chunks; chunk += kBlockChunks) {
-            const int64_t left = num_chunks - chunk, size = left < kBlockChunks ? left : kBlockChunks;
+        for (int64_t chunk = 0; chunk < num_chunks; chunk += kBlock) {
+            const int64_t left = num_chunks - chunk, size = left < kBlock ? left : kBlock;
             const uint8_t* from = packed_weights(panel, chunk);
-            const auto scaled = groups<1, kBlockChunks>(panel, chunk, size);
-            const auto kept = part_sums<1, kBlockChunks>(panel, chunk, size, ones, from + kBlockBytes);
+            const auto scaled = groups<P, kBlock>(panel, chunk, size);
+            const auto kept = part_sums<P, kBlock>(panel, chunk, size, ones, from + kBlockBytes);
             if constexpr (kUnpacks) {
                 for (int64_t step = 0; unpacks && step < size * kChunkSteps; ++step) {
                     unpacked[step] = Dot::unpack(from + step * Dot::kBytes, panels.book());
@@ -589,7 +594,7 @@ struct IntKernel {
                 if (size == left) outputs.fetch(tiling.start(tile), tiling.size(tile));
                 with_rows<kMostRows>(tiling.size(tile), [&](auto rows) {
                     auto multiply = [&](const auto* weights, int64_t panel_stride) {
-                        multiply_chunks<decltype(rows)::value, 1, kLater, kSums, kSpans, Dot>(
+                        multiply_chunks<decltype(rows)::value, P, kLater, kSums, kSpans, Dot>(
                             sums + (tiling.start(tile) - first_row) * stride, stride, packed(tiling, tile, chunk), weights,
                             panel_stride, scaled, kept, ones, panels.book(), size, from + kBlockBytes);
                     };

@@ -17,9 +17,9 @@ from quire.batch.client import AppClient, answer_all
 from quire.batch.line_file import LineFile, partial_of
 from quire.batch.lines import (
     AnswerLines,
-    Counts,
     EarlierAnswers,
     LineReader,
+    RunCounts,
     answer_line,
     bounded_lines,
     opened_output,
@@ -46,16 +46,18 @@ async def run(
     *,
     window: int = 3,
     max_bytes: int = 2**20,
-) -> Counts:
+) -> RunCounts:
     client = AppClient(build_app(engine, ServerConfig()))  # type: ignore[arg-type]
-    counts = Counts(num_failed=earlier.num_failed)
+    counts = RunCounts(num_failed=earlier.num_failed)
     lines = LineReader(earlier, counts, seed=0, max_bytes=max_bytes).read(io.BytesIO(text))
     writer = AnswerLines(out, counts, Progress(None, "Batch", "lines"))
     await answer_all(lines, lambda one: answer_line(client.ask, one), writer.write, window=window)
     return counts
 
 
-async def answered(engine: FakeEngine, *lines: bytes, **options: int) -> tuple[list[dict[str, Any]], Counts]:
+async def answered(
+    engine: FakeEngine, *lines: bytes, **options: int
+) -> tuple[list[dict[str, Any]], RunCounts]:
     out = io.BytesIO()
     with opened_stream(out) as (file, earlier):
         counts = await run(engine, b"\n".join(lines), file, earlier, **options)
@@ -105,7 +107,7 @@ async def test_batch_resumed_anywhere_has_the_answers_of_one_run(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "out"
 
-        async def once() -> Counts:
+        async def once() -> RunCounts:
             with opened_output(path) as (out, earlier):
                 return await run(FakeEngine(), text, out, earlier)
 
