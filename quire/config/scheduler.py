@@ -56,6 +56,13 @@ class SchedulerConfig(Config):
         ge=0,
         metavar="TOKENS",
     )
+    max_mixed_step_s: float | None = option(
+        None,
+        "Most seconds of a step with prompt tokens while other requests generate; 0: no limit. Default: 0.25 for a "
+        "server, 0 offline.",
+        ge=0.0,
+        metavar="SECONDS",
+    )
     scheduling_policy: str = option(
         "fcfs",
         "Order of requests: first come first served; by priority (lower first), which waiting raises; or fair "
@@ -141,4 +148,8 @@ class SchedulerConfig(Config):
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError(
                 "--long-prefill-token-threshold splits prompts, and --no-enable-chunked-prefill forbids that"
+            )
+        if self.max_mixed_step_s and not self.enable_chunked_prefill:
+            raise ConfigError(
+                "--max-mixed-step-s splits prompts, and --no-enable-chunked-prefill forbids that"
             )

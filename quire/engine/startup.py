@@ -40,6 +40,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096, "headless": 2
 MAX_ROUNDS = 16  # tokens of a request per plan, unless their number is given
 MAX_MULTI_STEP_S = 0.5  # bound on a plan's rounds if outputs are read whole or rounds requested
 MAX_SERVER_MULTI_STEP_S = 0.02  # default on a server: streams stay smooth, new requests start soon
+MAX_SERVER_MIXED_STEP_S = 0.25  # default on a server: a stream that waits longer is seen to stop
 NATIVE_DTYPES = ("float32", "bfloat16", "float16")
 FIT_MEMORY = -1
 """Value of `max_model_len` for as much of the model's context as memory allows."""
@@ -293,6 +294,13 @@ def _choose_batch(config: EngineConfig, usage: Usage) -> list[AutomaticValue]:
         if not config.scheduler.enable_chunked_prefill and needed > tokens:
             tokens, reason = needed, "without chunked prefill a step must hold the longest prompt"
         choices.append(AutomaticValue("max_num_batched_tokens", tokens, reason))
+    if (
+        usage == "server"
+        and config.scheduler.max_mixed_step_s is None
+        and config.scheduler.enable_chunked_prefill
+    ):
+        reason = "streams wait no longer for the prompts of others"
+        choices.append(AutomaticValue("max_mixed_step_s", MAX_SERVER_MIXED_STEP_S, reason))
     return choices
 
 

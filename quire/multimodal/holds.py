@@ -296,13 +296,13 @@ class MediaHolds(CoreFeature):
         """Encode item after item, so that it is known whose was in work if the core dies of one; texts together."""
         updates: list[RequestUpdate] = []
         left_s, until = slice_s, self._clock() + slice_s
-        is_done = True
-        while is_done and left_s > 0 and (entries := self._next_entries()):
+        while entries := self._next_entries():
             self._executor.note_encoding([name for entry in entries for name in entry.users])
             progress = self._executor.encode_media([entry.item for entry in entries], left_s)
-            is_done = len(progress.done) + len(progress.failed) == len(entries)
             updates += self._apply(progress)
             left_s = until - self._clock()
+            if left_s <= 0 or len(progress.done) + len(progress.failed) < len(entries):
+                break
         self._executor.note_encoding(())
         return updates
 

@@ -15,6 +15,7 @@ from quire.kv_cache.manager import KVCacheManager, PrefixHit
 from quire.media import chunk_end, least_chunk
 from quire.sampling_params import RequestOutputKind
 from quire.scheduler.explain import Cause
+from quire.scheduler.mixed_steps import MixedStepLimit
 from quire.scheduler.output import BlockIds
 from quire.scheduler.queues import RequestQueues
 from quire.scheduler.request import Request, RequestStatus
@@ -37,6 +38,7 @@ class Planner:
         kv: KVCacheManager,
         queues: RequestQueues,
         rounds: RoundLimit,
+        mixed: MixedStepLimit,
         max_adapters: int = 0,
         num_lookahead_tokens: int = 0,
         num_disjoint_steps: int = 1,
@@ -45,6 +47,7 @@ class Planner:
         self._num_lookahead = num_lookahead_tokens
         self._num_disjoint = num_disjoint_steps
         self._rounds = rounds
+        self._mixed = mixed
         self._max_adapters = max_adapters
         self._max_model_len = max_model_len
         self._kv = kv
@@ -54,7 +57,7 @@ class Planner:
 
     def plan(self, step_id: int, now: float) -> StepPlan:
         """Return the next step, as `Scheduler.schedule` describes it."""
-        step = StepPlan(step_id, now, self._limits.max_num_batched_tokens, self._prompt_cap())
+        step = StepPlan(step_id, now, self._limits.max_num_batched_tokens, *self._prompt_limits())
         allowed, bound = self._num_rounds()
         step.max_decode_steps = allowed
         if not self._plan_impatient(step, now):
@@ -118,13 +121,12 @@ class Planner:
                 most, bound = left, RoundBound.END
         return most, bound
 
-    def _prompt_cap(self) -> int:
-        """Return the most tokens of one prompt in the next step; limited only while a request generates."""
-        cap = self._limits.long_prefill_token_threshold
-        running = self._queues.running
-        if cap and any(request.num_missing_tokens(self._max_model_len) == 1 for request in running):
-            return cap
-        return self._limits.max_num_batched_tokens
+    def _prompt_limits(self) -> tuple[int, int]:
+        """Return the most tokens of one prompt, and of all, in the next step; limited while a request generates."""
+        most, running = self._limits.max_num_batched_tokens, self._queues.running
+        if not any(request.num_missing_tokens(self._max_model_len) == 1 for request in running):
+            return most, most
+        return self._limits.long_prefill_token_threshold or most, self._mixed.num_tokens()
 
     def _plan_running(self, step: StepPlan, now: float) -> None:
         """Plan missing tokens of running requests; if blocks are short, preempt the last for the first."""
@@ -167,8 +169,8 @@ class Planner:
 
         The first chunk of a step may use up the step, so that an item as large as a step is computed at all.
         """
-        num_tokens = min(room, step.prompt_cap)
-        if not request.media:
+        num_tokens = min(room, step.prompt_cap, step.prompt_room) if room > 1 else room
+        if not request.media or (room > 1 and not step.prompt_room):
             return num_tokens
         fitting = chunk_end(request.media, start, start + num_tokens) - start
         if fitting > 0:
@@ -364,7 +366,7 @@ class Planner:
     def _leave_rest(self, request: Request, step: StepPlan, *, is_capped: bool) -> None:
         """Reserve blocks for known tokens of a planned request that this step did not reach.
 
-        `is_capped`: only `--long-prefill-token-threshold` kept more of them out.
+        `is_capped`: only limits of prompts beside requests that generate kept more of them out.
         """
         if is_capped:
             step.capped.add(request)

@@ -31,6 +31,7 @@ from quire.scheduler.feature_stats import AdapterStats, SpecDecodingStats
 from quire.scheduler.forks import make_fork, make_successor
 from quire.scheduler.holds import Hold
 from quire.scheduler.load_signals import LoadSignals
+from quire.scheduler.mixed_steps import MixedStepLimit
 from quire.scheduler.output import (
     STEP_PROTOCOL_VERSION,
     ModelRunnerOutput,
@@ -187,12 +188,14 @@ class Scheduler(StoreAccess):
         limits = config.scheduler
         self._max_num_batched_tokens = limits.max_num_batched_tokens
         self._rounds = RoundLimit(most_rounds(limits.num_scheduler_steps, kv_config), limits.max_multi_step_s)
+        self._mixed = MixedStepLimit(limits.max_num_batched_tokens, limits.max_mixed_step_s or 0.0)
         self._planner = Planner(
             limits,
             self._max_model_len,
             self._kv,
             self._queues,
             self._rounds,
+            self._mixed,
             self._max_adapters,
             config.speculative.settings.num_lookahead_tokens,
             config.num_disjoint_steps,
@@ -339,7 +342,7 @@ class Scheduler(StoreAccess):
         """
         self._num_steps += 1
         step = (
-            StepPlan(self._num_steps, now, 0, 0)
+            StepPlan(self._num_steps, now, 0, 0, 0)
             if self._is_paused
             else self._planner.plan(self._num_steps, now)
         )
@@ -373,6 +376,7 @@ class Scheduler(StoreAccess):
             if not chunk.request.is_finished
         ]
         self._rounds.note(step, output, now)
+        self._mixed.note(step, now)
         if self._observer is not None:
             self._observer(step, plan, output, now)
         return [update for update in updates if update is not None]

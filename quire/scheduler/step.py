@@ -51,20 +51,26 @@ class StepPlan:
         planned_ts: time of the plan, in seconds.
         budget: number of tokens that still fit.
         prompt_cap: most tokens of one prompt.
+        prompt_room: number of tokens of prompts that may still be planned; a single token always may.
+        num_prompt_tokens: number of tokens planned in chunks of several, which are of prompts.
         promised_blocks: free blocks reserved for known tokens of planned requests that later steps compute.
         num_satisfied: running requests that need no token in this step, because all they may still get is in flight.
         next_running: next running request to plan; None once all of them have their tokens.
         passed_over: waiting requests that lack only an adapter slot; others may start before them.
         blocked: first other waiting request that cannot start, and the cause; no later request starts then.
         max_decode_steps: decode steps that the worker may run for this plan (multi-step decode).
-        capped: requests limited by `prompt_cap` alone.
+        capped: requests limited by `prompt_cap` or `prompt_room` alone.
     """
 
-    def __init__(self, step_id: int, planned_ts: float, budget: int, prompt_cap: int) -> None:
+    def __init__(
+        self, step_id: int, planned_ts: float, budget: int, prompt_cap: int, prompt_room: int
+    ) -> None:
         self.step_id = step_id
         self.planned_ts = planned_ts
         self.budget = budget
         self.prompt_cap = prompt_cap
+        self.prompt_room = prompt_room
+        self.num_prompt_tokens = 0
         self.promised_blocks = 0
         self.max_decode_steps = 1
         self.num_satisfied = 0
@@ -146,3 +152,6 @@ class StepPlan:
         )
         self.chunks.append(chunk)
         self.budget -= total
+        if num_tokens > 1:
+            self.prompt_room = max(self.prompt_room - num_tokens, 0)
+            self.num_prompt_tokens += num_tokens

@@ -54,6 +54,6 @@ def test_every_kind_of_weights_is_counted(kind: str) -> None:
     chosen = torch.tensor([[0]], dtype=torch.int32)
     packed = arguments_of(lambda: experts.experts(randn(1, 128), chosen, torch.rand(1, 1), of))
     numbers = 3 * 128 * 64
-    scales = {"float": 0, "int4": 2, "int8": 2}.get(kind, 4) * numbers // 32
-    bits = {"float": 32, "int8": 8, "fp8": 8}.get(kind, 4)
+    scales = {"float": 0, "int4": 2, "int6": 2, "int8": 2}.get(kind, 4) * numbers // 32
+    bits = {"float": 32, "int8": 8, "int6": 6, "fp8": 8}.get(kind, 4)
     assert num_bytes("experts", packed) == numbers * bits // 8 + scales

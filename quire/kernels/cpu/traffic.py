@@ -15,7 +15,7 @@ from quire.kernels.formats import STREAM_CODES
 from quire.kernels.formats.base import BLOCK
 from quire.kernels.linear import GATED
 
-_BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4, 5: 8} | dict.fromkeys(range(6, 10), 4)
+_BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4, 5: 8, 10: 6} | dict.fromkeys(range(6, 10), 4)
 """Bits of a weight, by `enum Format` of csrc/cpu/panels.h."""
 _INT8 = 3
 _PRODUCTS = ("packed_linear", "rounded_linear")

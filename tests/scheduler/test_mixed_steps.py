@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts beside requests that generate: steps end in time, and no prompt waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine.startup import MAX_SERVER_MIXED_STEP_S, prepare
+from quire.errors import ConfigError
+from quire.scheduler.mixed_steps import FIRST_TOKENS, LEAST_TOKENS
+from tests.scheduler.harness import Engine, make_config
+
+MOST = 512
+TOKEN_S, WEIGHTS_S = 0.002, 0.031
+
+
+class TimedEngine(Engine):
+    """Engine whose steps take a pass over the weights, and some time for each token."""
+
+    def finish_step(self, plan: Any, output: Any) -> None:
+        self.now += (
+            WEIGHTS_S + TOKEN_S * plan.total_num_scheduled_tokens - 0.5
+        )  # the half second is the base's
+        super().finish_step(plan, output)
+        self.now += 0.5
+
+
+def engine_of(max_s: float, **args: Any) -> TimedEngine:
+    sizes = {"max_num_batched_tokens": MOST, "max_model_len": 2048, "num_gpu_blocks_override": 2049}
+    return TimedEngine(make_config(max_mixed_step_s=max_s, **sizes | args))
+
+
+def prompt_tokens(engine: Engine) -> int:
+    """Run a step; return the tokens in it of prompts."""
+    return sum(n for n in engine.step().num_scheduled_tokens.values() if n > 1)
+
+
+@pytest.mark.parametrize("max_s", [0.0, 0.02, 0.25])
+def test_mixed_steps_end_in_time_and_prompts_end(max_s: float) -> None:
+    engine = engine_of(max_s)
+    engine.add("stream", range(5), max_tokens=90)
+    engine.step()
+    for name in ("one", "two"):
+        engine.add(name, [7] * 600, max_tokens=2, cache_salt=name)
+    engine.step()
+    seen = [prompt_tokens(engine) for _ in range(6)]
+    if not max_s:
+        assert seen[0] > MOST - 4
+    else:
+        expected = int((max_s - WEIGHTS_S) / TOKEN_S)
+        assert all(LEAST_TOKENS <= n <= max(expected * 1.2, LEAST_TOKENS) for n in seen[1:])
+    engine.drain()
+    assert len(engine.tokens("stream")) == 90
+    assert [len(engine.tokens(name)) for name in ("one", "two")] == [2, 2]
+
+
+def test_first_mixed_step_has_a_fixed_limit() -> None:
+    engine = engine_of(0.25)
+    engine.add("stream", range(5))
+    engine.step()
+    engine.add("long", [7] * 600)
+    assert engine.step().num_scheduled_tokens == {"stream": 1, "long": FIRST_TOKENS}
+
+
+def test_prompts_alone_take_the_whole_step() -> None:
+    engine = engine_of(0.02)
+    engine.add("long", [7] * 600)
+    assert engine.step().num_scheduled_tokens == {"long": MOST}
+
+
+def test_server_limits_mixed_steps_by_default() -> None:
+    for usage, args, expected in (
+        ("server", {}, MAX_SERVER_MIXED_STEP_S),
+        ("server", {"max_mixed_step_s": 0.0}, 0.0),
+        ("server", {"enable_chunked_prefill": False}, None),
+        ("offline", {}, None),
+    ):
+        config = prepare(EngineConfig.from_args(**args), usage)  # type: ignore[arg-type]
+        assert config.scheduler.max_mixed_step_s == expected
+    with pytest.raises(ConfigError, match="--max-mixed-step-s splits prompts"):
+        prepare(EngineConfig.from_args(max_mixed_step_s=0.1, enable_chunked_prefill=False), "server")
