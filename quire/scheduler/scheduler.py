@@ -559,6 +559,12 @@ def check_admissible(request: Request, max_model_len: int, kv: KVCacheManager) -
             f"{'fit' if pools else 'leave room for one more in'} the model's context of {max_model_len}",
             param="prompt",
         )
+    if request.num_tokens >= max_model_len + pools:
+        raise ValidationError(
+            f"the request continues {request.num_tokens} tokens, which leave no room for one more in the model's "
+            f"context of {max_model_len}",
+            param="prompt",
+        )
     num_tokens = request.max_computed_tokens(max_model_len)
     needed = kv.max_blocks(num_tokens)
     if needed > kv.num_usable_blocks:

@@ -253,7 +253,7 @@ def test_other_threads_run_while_a_long_text_is_tokenized(processor: InputProces
 
 def test_code_does_not_go_to_another_process(processor: InputProcessor) -> None:
     prompt = processor.tokenize("hello")
-    with pytest.raises(ValidationError, match="the engine core is another process"):
+    with pytest.raises(ValidationError, match="cannot be sent to the engine core's process"):
         processor.process("r", prompt, SamplingParams(logits_processors=[print]))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.cpu.arena import HUGE_PAGE, huge_page_blocks
+from quire.kernels.cpu.arena import HUGE_PAGE, discard_pages, huge_page_blocks
 from quire.kv_store import population
 from quire.kv_store.population import Population
 
@@ -28,11 +28,15 @@ def resident(tensor: torch.Tensor) -> list[bool]:
     return list((pages.reshape(-1, HUGE_PAGE // PAGE) & 1).all(1))
 
 
+def fresh_blocks(num_pages: int) -> torch.Tensor:
+    """Return blocks on so many huge pages that are not in memory, which those of earlier tests may be."""
+    blocks = huge_page_blocks(num_pages * BLOCKS_OF_PAGE, BLOCK_BYTES)
+    assert discard_pages(blocks)
+    return blocks
+
+
 def test_population_covers_the_first_blocks_only(caplog: pytest.LogCaptureFixture) -> None:
-    host, cache = (
-        huge_page_blocks(4 * BLOCKS_OF_PAGE, BLOCK_BYTES),
-        huge_page_blocks(3 * BLOCKS_OF_PAGE, BLOCK_BYTES),
-    )
+    host, cache = fresh_blocks(4), fresh_blocks(3)
     host[:BLOCKS_OF_PAGE] = 7
     caplog.set_level("INFO", population.__name__)
     memory = Population([host, cache, torch.empty(9, BLOCK_BYTES, dtype=torch.uint8)], 2 * BLOCKS_OF_PAGE)
@@ -46,6 +50,6 @@ def test_population_covers_the_first_blocks_only(caplog: pytest.LogCaptureFixtur
 
 def test_population_has_a_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(population, "MOST_BYTES", 0)
-    blocks = huge_page_blocks(BLOCKS_OF_PAGE, BLOCK_BYTES)
+    blocks = fresh_blocks(1)
     Population([blocks], BLOCKS_OF_PAGE).wait()
     assert resident(blocks) == [False]
