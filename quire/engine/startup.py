@@ -295,7 +295,7 @@ def _choose_batch(config: EngineConfig, usage: Usage) -> list[AutomaticValue]:
             tokens, reason = needed, "without chunked prefill a step must hold the longest prompt"
         choices.append(AutomaticValue("max_num_batched_tokens", tokens, reason))
     if (
-        usage == "server"
+        usage != "offline"
         and config.scheduler.max_mixed_step_s is None
         and config.scheduler.enable_chunked_prefill
     ):

@@ -14,6 +14,7 @@ from quire.scheduler.mixed_steps import FIRST_TOKENS, LEAST_TOKENS
 from tests.scheduler.harness import Engine, make_config
 
 MOST = 512
+HEADLESS = {"data_parallel_start_rank": 1, "data_parallel_size": 2, "data_parallel_size_local": 1}
 TOKEN_S, WEIGHTS_S = 0.002, 0.031
 
 
@@ -74,6 +75,7 @@ def test_prompts_alone_take_the_whole_step() -> None:
 def test_server_limits_mixed_steps_by_default() -> None:
     for usage, args, expected in (
         ("server", {}, MAX_SERVER_MIXED_STEP_S),
+        ("headless", HEADLESS, MAX_SERVER_MIXED_STEP_S),
         ("server", {"max_mixed_step_s": 0.0}, 0.0),
         ("server", {"enable_chunked_prefill": False}, None),
         ("offline", {}, None),
