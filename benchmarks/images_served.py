@@ -48,7 +48,7 @@ PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 KINDS = {None: GGMLQuantizationType.F16, "int8": GGMLQuantizationType.Q8_0}
 NUM_READ_BLOCKS = 23
-"""Of 24: the last but one is projected."""
+"""Blocks of the encoder that are read: all 24 but the last, as the last but one is projected."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 THREADS = str(os.cpu_count())
 

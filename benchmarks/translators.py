@@ -28,7 +28,7 @@ import numpy as np
 SHORTEST, LONGEST = 12, 40
 """Tokens of a text."""
 NUM_BLOCKS = 1024
-"""Of quire's KV cache: so few that each has been used, as in a server that runs for a while."""
+"""Blocks of quire's KV cache: so few that each has been used, as in a server that runs for a while."""
 REST_S = 0.3
 """After an engine's turn, so that no threads of its still wait for more on the processors of the next."""
 Texts = Sequence[Sequence[int]]

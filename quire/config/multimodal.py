@@ -11,6 +11,10 @@ from quire.config.fields import Config, option
 GIB = 2**30
 
 
+MAX_ITEMS = 999
+"""Inputs of a kind in a prompt where nothing else is said."""
+
+
 @dataclass(frozen=True)
 class MultimodalConfig(Config):
     """Images, videos, sounds and embeddings as inputs (see multimodal.md)."""
@@ -52,6 +56,11 @@ class MultimodalConfig(Config):
         gt=0.0,
         metavar="MS",
     )
+
+    def most_items(self, kind: str) -> int:
+        """Return the most inputs of a kind that a prompt may have."""
+        said = self.limit_mm_per_prompt.get(kind, MAX_ITEMS)
+        return int(said.get("count", MAX_ITEMS) if isinstance(said, dict) else said)
 
     @property
     def processor_cache_bytes(self) -> int:

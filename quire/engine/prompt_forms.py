@@ -169,10 +169,6 @@ def check_length(config: EngineConfig, num_tokens: int, how_exact: str = "") -> 
         )
 
 
-MOST_ITEMS = 999
-"""Most items of a kind in a prompt if --limit-mm-per-prompt does not name it."""
-
-
 def check_prompt_media(config: EngineConfig, ids: Sequence[int], media: Sequence[MediaItem]) -> None:
     """Check the items of a prompt, and that placeholder tokens stand where an item puts them and nowhere else.
 
@@ -253,8 +249,7 @@ def _check_kind(config: EngineConfig, item: MediaItem) -> None:
 
 def _check_counts(config: EngineConfig, media: Sequence[MediaItem]) -> None:
     for kind, count in Counter(item.kind for item in media).items():
-        said = config.multimodal.limit_mm_per_prompt.get(kind, MOST_ITEMS)
-        limit = said.get("count", MOST_ITEMS) if isinstance(said, dict) else said
+        limit = config.multimodal.most_items(kind)
         if count > limit:
             raise ValidationError(
                 f"the prompt has {count} inputs of kind {kind!r}, the limit is {limit} (--limit-mm-per-prompt)",

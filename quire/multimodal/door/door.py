@@ -31,6 +31,7 @@ from PIL import Image
 
 from quire import private_directories
 from quire.config import EngineConfig
+from quire.config.multimodal import MAX_ITEMS
 from quire.errors import ConfigError, UnavailableError, ValidationError
 from quire.multimodal.arrays import array_of
 from quire.multimodal.door.decoding import (
@@ -72,7 +73,6 @@ NUM_PROCESSES = 2
 LIMIT_S = 30.0
 LONG_LIMIT_S = 120.0  # Of a video or a sound.
 MEMORY_BYTES = 2 * 2**30
-MAX_ITEMS = 999
 MAX_REQUEST_BYTES = 256 * 2**20
 MAX_BYTES_AT_ONCE = 512 * 2**20
 MAX_REQUEST_PIXELS = 4 * MAX_PIXELS
@@ -310,8 +310,7 @@ class MediaDoor:
                     f"{part.where} is {_ARTICLES[part.kind]}, and this model takes {taken}", param=part.where
                 )
         for kind, count in Counter(part.kind for part in parts).items():
-            said = self._options.limit_mm_per_prompt.get(kind, MAX_ITEMS)
-            limit = said.get("count", MAX_ITEMS) if isinstance(said, dict) else said
+            limit = self._options.most_items(kind)
             if count > limit:
                 raise ValidationError(
                     f"the request has {count} {name_of(kind)}s, the limit is {limit} (--limit-mm-per-prompt)",
