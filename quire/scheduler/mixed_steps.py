@@ -34,8 +34,8 @@ class MixedStepLimit:
         """Return the limit, at least 1."""
         if not self._max_s:
             return self._most
-        expected = int(self._max_s / self._token_s) if self._token_s else FIRST_TOKENS
-        return min(max(expected, LEAST_TOKENS), self._most)
+        expected = self._max_s / self._token_s if self._token_s else FIRST_TOKENS
+        return int(min(max(expected, LEAST_TOKENS), self._most))  # a float until here, as it may be infinite
 
     def note(self, step: StepPlan, now: float) -> None:
         """Measure a completed step, if it computed many prompt tokens."""
