@@ -245,6 +245,7 @@ def _check_launched(config: EngineConfig, *, serves: bool) -> None:
         "--data-parallel-size 1": config.parallel.data_parallel_size > 1,
         "--pipeline-parallel-size 1": config.parallel.pipeline_parallel_size > 1,
         "--priority-ageing-s 0: ranks have clocks of their own": ages,
+        "--max-mixed-step-s 0: ranks measure times of their own": bool(scheduler.max_mixed_step_s),
     }
     for wanted, lacks in wants.items():
         if lacks:

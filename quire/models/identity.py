@@ -33,6 +33,8 @@ PER_HOST_FIELDS = frozenset(
     }
 )
 """Fields that may differ between hosts: file locations, processors, and those that only the first host reads."""
+PLANNING_FIELDS = frozenset({"max_mixed_step_s"})
+"""Fields that ranks without a scheduler never read, and whose default depends on what starts the scheduler."""
 
 
 def options_of(config: EngineConfig, but: Set[str] = frozenset()) -> dict[str, bytes]:

@@ -211,3 +211,10 @@ def test_ranks_may_have_devices(
         prepare(
             EngineConfig.from_args(model=str(tiny_model("mixtral")), **args | {"device": "xpu"}), "offline"
         )
+
+
+def test_ranks_that_plan_by_themselves_read_no_clock(tiny_model: Callable[[str], Path]) -> None:
+    launched = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    assert prepared(tiny_model("llama"), **launched, max_mixed_step_s=0.0).scheduler.max_mixed_step_s == 0.0
+    with pytest.raises(ConfigError, match="external_launcher requires --max-mixed-step-s 0: ranks measure"):
+        prepared(tiny_model("llama"), **launched, max_mixed_step_s=0.1)

@@ -15,7 +15,7 @@ from quire.distributed.shared_memory import share_memory
 from quire.kernels import cpu
 from quire.kernels.cpu.instruction_sets import VARIABLE, arithmetic
 from quire.layers.shard import Shard
-from quire.models.identity import model_of, options_of
+from quire.models.identity import PLANNING_FIELDS, model_of, options_of
 from quire.models.stages import Stage
 from quire.version import __version__
 
@@ -162,7 +162,7 @@ def check_ranks_agree(group: Group, config: EngineConfig) -> None:
         StartupError: names the difference and the ranks that differ from rank 0; for instructions, every rank's set.
     """
     check_same(group, {"version of quire": __version__.encode()})  # first: it defines what is compared next
-    check_same(group, options_of(config))
+    check_same(group, options_of(config, PLANNING_FIELDS))
     check_same(group, model_of(config))
     if config.device.device == "cpu":
         advice = (
