@@ -58,8 +58,8 @@ class SchedulerConfig(Config):
     )
     max_mixed_step_s: float | None = option(
         None,
-        "Most seconds of a step with prompt tokens while other requests generate; 0: no limit. Default: 0.25 for a "
-        "server, 0 offline.",
+        "Most seconds of a step with prompt tokens, 4 times as many while no request generates; 0: no limit. "
+        "Default: 0.25 for a server, 0 offline.",
         ge=0.0,
         metavar="SECONDS",
     )

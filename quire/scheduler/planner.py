@@ -122,11 +122,11 @@ class Planner:
         return most, bound
 
     def _prompt_limits(self) -> tuple[int, int]:
-        """Return the most tokens of one prompt, and of all, in the next step; limited while a request generates."""
+        """Return the most tokens of one prompt, and of all, in the next step; lower while a request generates."""
         most, running = self._limits.max_num_batched_tokens, self._queues.running
-        if not any(request.num_missing_tokens(self._max_model_len) == 1 for request in running):
-            return most, most
-        return self._limits.long_prefill_token_threshold or most, self._mixed.num_tokens()
+        is_mixed = any(request.num_missing_tokens(self._max_model_len) == 1 for request in running)
+        one = self._limits.long_prefill_token_threshold if is_mixed else 0
+        return one or most, self._mixed.num_tokens(is_mixed=is_mixed)
 
     def _plan_running(self, step: StepPlan, now: float) -> None:
         """Plan missing tokens of running requests; if blocks are short, preempt the last for the first."""

@@ -10,7 +10,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine.startup import MAX_SERVER_MIXED_STEP_S, prepare
 from quire.errors import ConfigError
-from quire.scheduler.mixed_steps import FIRST_TOKENS, LEAST_TOKENS
+from quire.scheduler.mixed_steps import ALONE, FIRST_TOKENS, LEAST_TOKENS
 from tests.scheduler.harness import Engine, make_config
 
 MOST = 512
@@ -66,8 +66,19 @@ def test_first_mixed_step_has_a_fixed_limit() -> None:
     assert engine.step().num_scheduled_tokens == {"stream": 1, "long": FIRST_TOKENS}
 
 
-def test_prompts_alone_take_the_whole_step() -> None:
-    engine = engine_of(0.02)
+def test_prompts_alone_have_longer_steps() -> None:
+    engine = engine_of(0.05)
+    for name in ("one", "two"):
+        engine.add(name, [7] * 1200, max_tokens=1, cache_salt=name)
+    seen = [engine.step().num_scheduled_tokens for _ in range(13)]
+    assert seen[0] == {"one": FIRST_TOKENS}
+    expected = (ALONE * 0.05 - WEIGHTS_S) / TOKEN_S
+    assert all(0.8 * expected <= sum(tokens.values()) <= 1.2 * expected for tokens in seen[1:])
+    engine.drain()
+
+
+def test_prompts_alone_take_whole_steps_without_a_limit() -> None:
+    engine = engine_of(0.0)
     engine.add("long", [7] * 600)
     assert engine.step().num_scheduled_tokens == {"long": MOST}
 
