@@ -30,7 +30,9 @@ class Cause(enum.Enum):
     FAIRNESS_DEBT = "while tenants that were given less went ahead"
     PREEMPTED = "preempted by {}"
     ASLEEP = "while the engine was asleep"
-    LONG_PREFILL_CAP = "prompt cut so that steps end in time (--max-mixed-step-s, --long-prefill-token-threshold)"
+    LONG_PREFILL_CAP = (
+        "prompt cut for steps to end in time (--max-mixed-step-s, --long-prefill-token-threshold)"
+    )
 
 
 class WaitShare(msgspec.Struct, frozen=True):
