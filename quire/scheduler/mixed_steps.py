@@ -31,7 +31,7 @@ class MixedStepLimit:
     def __init__(self, most: int, max_s: float) -> None:
         self._most = most
         self._max_s = max_s
-        self._token_s = 0.0
+        self._token_s = self._ended_ts = 0.0
 
     def num_tokens(self, *, is_mixed: bool) -> int:
         """Return the limit, at least 1; `is_mixed` if requests generate in the step."""
@@ -42,6 +42,7 @@ class MixedStepLimit:
         return int(min(max(expected, LEAST_TOKENS), self._most))  # a float until here, as it may be infinite
 
     def note(self, step: StepPlan, now: float) -> None:
-        """Measure a completed step, if it computed many prompt tokens."""
+        """Measure a completed step, if it computed many prompt tokens; planned ahead, it began when the last ended."""
         if step.num_prompt_tokens >= LEAST_TOKENS:
-            self._token_s = (now - step.planned_ts) / step.num_prompt_tokens
+            self._token_s = (now - max(step.planned_ts, self._ended_ts)) / step.num_prompt_tokens
+        self._ended_ts = now

@@ -10,7 +10,8 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine.startup import MAX_SERVER_MIXED_STEP_S, prepare
 from quire.errors import ConfigError
-from quire.scheduler.mixed_steps import ALONE, FIRST_TOKENS, LEAST_TOKENS
+from quire.scheduler.mixed_steps import ALONE, FIRST_TOKENS, LEAST_TOKENS, MixedStepLimit
+from quire.scheduler.step import StepPlan
 from tests.scheduler.harness import Engine, make_config
 
 MOST = 512
@@ -81,6 +82,15 @@ def test_prompts_alone_take_whole_steps_without_a_limit() -> None:
     engine = engine_of(0.0)
     engine.add("long", [7] * 600)
     assert engine.step().num_scheduled_tokens == {"long": MOST}
+
+
+def test_step_planned_ahead_takes_from_the_end_of_the_last() -> None:
+    limit = MixedStepLimit(MOST, 0.25)
+    for planned_ts, now in ((0.0, 1.0), (0.0, 2.0)):  # both planned at once, a second each
+        step = StepPlan(0, planned_ts, MOST, MOST, MOST)
+        step.num_prompt_tokens = 400
+        limit.note(step, now)
+        assert limit.num_tokens(is_mixed=True) == 100
 
 
 def test_server_limits_mixed_steps_by_default() -> None:
