@@ -304,7 +304,9 @@ def test_a_decode_engine_killed_while_it_pulls_is_replaced(
             wait_until(lambda: metrics_of(lost)["pulls_total"] == 1, WITHIN_S, "it does not pull")
             kill(lost)
             assert answer_of(reply.result(WITHIN_S)) == expected
-        wait_until(lambda: metrics_of(other)["failed_pulls_total"] == 1, WITHIN_S, "no failed pull is counted")
+        wait_until(
+            lambda: metrics_of(other)["failed_pulls_total"] == 1, WITHIN_S, "no failed pull is counted"
+        )
 
 
 @pytest.mark.more
