@@ -110,7 +110,7 @@ def unsupported_sampler(*neutral: Any) -> RejectedField:
     return RejectedField(neutral, f"is not supported; samplers here are {there}")
 
 
-SAMPLERS: Mapping[str, RejectedField] = {
+REFUSED_SAMPLERS: Mapping[str, RejectedField] = {
     "adaptive_target": unsupported_sampler(-1, 0),
     "bad_words_ids": renamed_to("bad_words", []),
     "forced_bos_token_id": unsupported_sampler(),
@@ -249,4 +249,4 @@ def refusals(*, samples: bool) -> Mapping[str, RejectedField]:
     return _REFUSED_WHERE_SAMPLED if samples else REFUSED
 
 
-_REFUSED_WHERE_SAMPLED = {**REFUSED, **SAMPLERS}
+_REFUSED_WHERE_SAMPLED = {**REFUSED, **REFUSED_SAMPLERS}

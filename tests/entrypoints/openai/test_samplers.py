@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.entrypoints.openai.field_rules import SAMPLERS as REFUSED
+from quire.entrypoints.openai.field_rules import REFUSED_SAMPLERS as REFUSED
 from quire.entrypoints.openai.notes import RequestNotes
 from quire.entrypoints.openai.parsing import filter_fields
 from quire.entrypoints.openai.protocol.requests import SAMPLERS, ChatCompletionRequest, CompletionRequest
