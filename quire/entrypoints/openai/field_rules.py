@@ -47,7 +47,7 @@ class FieldRules:
     `empty` names fields in which null is a value and not an absent field.
     """
 
-    honoured: frozenset[str]
+    honored: frozenset[str]
     refused: Mapping[str, RejectedField] = field(default_factory=dict)
     inner: Mapping[str, FieldRules] = field(default_factory=dict)
     empty: frozenset[str] = frozenset()
