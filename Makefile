@@ -63,7 +63,7 @@ help:
 	@echo 'make test-every models of parts that others have as well, in whole engines'
 	@echo 'make clients   stock client libraries against the server, in environments of their own: ARGS='
 	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan, their threads under TSan: ISAS="portable;avx2" TESTS='
-	@echo 'make soak      the long randomised tests; with SECONDS=60 a server under mixed traffic and faults for so long'
+	@echo 'make soak      the long randomized tests; with SECONDS=60 a server under mixed traffic and faults for so long'
 	@echo 'make docs      the site of docs/ in build/site, every link checked (npm, if there: diagrams work offline)'
 	@echo 'make wheel     packages for PyPI in dist/: with kernels for x86-64 and for Arm, and of the sources'
 	@echo 'make release   version, changelog, packages, checks and tag: VERSION=x.y.z; nothing is uploaded'

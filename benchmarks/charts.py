@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 CPU_PAGE = "2026-11-28-compare-avx2-3.md"
 GPU_PAGE = "2026-11-27-gpu-bench.md"
-COLOURS = ("#00897b", "#b0bec5")
+COLORS = ("#00897b", "#b0bec5")
 PANEL_WIDTH, BAR_HEIGHT, GAP, LABEL_WIDTH, TOP = 250, 16, 10, 48, 58
 
 
@@ -91,7 +91,7 @@ def drawn(title: str, series: Sequence[str], panels: Sequence[Panel]) -> str:
     height = TOP + max(len(panel.bars) for panel in panels) * _row(len(series))
     width = len(panels) * (PANEL_WIDTH + 20)
     legend = "".join(
-        f'<rect x="{width - 110 * (len(series) - i)}" y="5" width="11" height="11" fill="{COLOURS[i]}"/>'
+        f'<rect x="{width - 110 * (len(series) - i)}" y="5" width="11" height="11" fill="{COLORS[i]}"/>'
         f'<text x="{width - 110 * (len(series) - i) + 16}" y="15">{name}</text>'
         for i, name in enumerate(series)
         if len(series) > 1
@@ -120,7 +120,7 @@ def _panel(panel: Panel, left: int, num_series: int) -> str:
         for index, value in enumerate(bar.values):
             y, x, width = top + index * BAR_HEIGHT, left + 4 + LABEL_WIDTH, value * scale
             parts.append(
-                f'<rect x="{x}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT - 2}" fill="{COLOURS[index]}"/>'
+                f'<rect x="{x}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT - 2}" fill="{COLORS[index]}"/>'
                 f'<text x="{x + width + 4:.1f}" y="{y + 11}" font-size="11">{_shown(value)}</text>'
             )
     return "\n".join(parts)

@@ -4,7 +4,7 @@
     python benchmarks/formats.py [--num-chars 100000] [--format NAME] [--json FILE]
 
 Each text comes in pieces of four characters, as tokens do on average. `growth` is the time of twice the text by the
-time of the text: 2 is linear. Times are of this thread and the least of three, so neighbours matter little.
+time of the text: 2 is linear. Times are of this thread and the least of three, so neighbors matter little.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def pieces(share: range, size: int) -> Iterator[range]:
         yield share[at : at + size]
 
 
-def utilisation(matrix: Matrix, rows: int, threads: int, slow: float) -> tuple[float, float]:
+def utilization(matrix: Matrix, rows: int, threads: int, slow: float) -> tuple[float, float]:
     """Before and now: the shortest time that the threads could take, as a share of what they take."""
     paces = [slow, *[1.0] * (threads - 1)]
     power = sum(1 / pace for pace in paces)
@@ -129,7 +129,7 @@ def main() -> None:
             for rows in (1, 16, 192):
                 cells = []
                 for threads in THREADS:
-                    even, uneven = (utilisation(matrix, rows, threads, slow) for slow in (1.0, SLOW))
+                    even, uneven = (utilization(matrix, rows, threads, slow) for slow in (1.0, SLOW))
                     cells.append(f"{even[0]:.0%} → {even[1]:.0%}, {uneven[0]:.0%} → {uneven[1]:.0%}")
                 print(f"| {model} {matrix.name} | {rows} | " + " | ".join(cells) + " |")
 

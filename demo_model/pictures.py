@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures drawn by Pillow, and questions about them: shapes, their colours, counts and places, numbers, words.
+"""Pictures drawn by Pillow, and questions about them: shapes, their colors, counts and places, numbers, words.
 
 Everything is a function of a random generator. A picture is a square of any side; its items keep their place and size
 in sixty-fourths of it. With `held=True` words and phrasings are those that training never has.
@@ -46,7 +46,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Item:
-    """Shape, digit or letter: its kind, its colour, its centre and its radius in sixty-fourths."""
+    """Shape, digit or letter: its kind, its color, its center and its radius in sixty-fourths."""
 
     kind: str
     color: str
@@ -81,7 +81,7 @@ class Question:
 
 
 def draw(picture: Picture, rng: random.Random, side: int = 2 * SIDE) -> Image.Image:
-    """Return the picture, side x side, in shades near its colours."""
+    """Return the picture, side x side, in shades near its colors."""
     image = Image.new("RGB", (side, side), _shade(picture.background, rng))
     canvas, scale, shades = ImageDraw.Draw(image), side / SIDE, {}
     for item in picture.items:
@@ -101,12 +101,12 @@ def _shade(color: str, rng: random.Random) -> tuple[int, ...]:
 def _draw_shape(
     canvas: ImageDraw.ImageDraw,
     kind: str,
-    centre: tuple[float, float],
+    center: tuple[float, float],
     radius: float,
     fill: tuple[int, ...],
     turn: float,
 ) -> None:
-    x, y = centre
+    x, y = center
     if kind == "circle":
         canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill)
     else:
@@ -167,7 +167,7 @@ def _word(rng: random.Random, held: bool) -> Picture:
 
 
 def _colors(rng: random.Random, count: int) -> list[str]:
-    """Return so many different colours; the last is that of the background, most often white."""
+    """Return so many different colors; the last is that of the background, most often white."""
     colors = rng.sample(list(COLORS), count)
     if rng.random() < 0.5 and "white" not in colors:
         colors[-1] = "white"
@@ -204,7 +204,7 @@ def _written(rng: random.Random, text: str) -> Picture:
 
 
 def _width(sign: str) -> float:
-    """Return the advance of a sign in units of its font's size, no less than what keeps centres apart."""
+    """Return the advance of a sign in units of its font's size, no less than what keeps centers apart."""
     return max(0.58, _font(100).getlength(sign) / 100 + 0.04)
 
 

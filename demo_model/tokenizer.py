@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of quire-demo and its chat template.
 
-Every digit is one token, and a capitalised word never carries its leading space, so a name is copied token by
+Every digit is one token, and a capitalized word never carries its leading space, so a name is copied token by
 token wherever it stands.  The alphabet is all 256 bytes: every text encodes and decodes back to itself.
 """
 

@@ -3,7 +3,7 @@
 
 A row of a batch is one picture with several conversations about it; each attends to the picture and to itself, so the
 picture is encoded once for all. Some conversations see no picture and learn to ask for one. Beside the answers the
-tower learns, for each patch, the kind and the colour of the item whose centre is there, at first that alone; these
+tower learns, for each patch, the kind and the color of the item whose center is there, at first that alone; these
 heads are dropped afterwards. The same seed gives the same pictures and questions.
 """
 
@@ -132,7 +132,7 @@ class Batch:
     """
 
     pixels: Tensor  # [B, 3, PIXELS, PIXELS] float32 in -1..1
-    kinds: Tensor  # [B, P] int64; 0: no item has its centre there.
+    kinds: Tensor  # [B, P] int64; 0: no item has its center there.
     colors: Tensor  # [B, P] int64
     ids: Tensor  # [B, S] int64
     of: Tensor  # [B, S] int64
@@ -265,11 +265,11 @@ class Learner(nn.Module):
         return hidden
 
     def _labels(self, seen: Tensor, batch: Batch) -> Tensor:
-        seen, centres = self.norm(seen), batch.kinds > 0
-        kinds, colors = self.kind_embed(seen), self.color_embed(seen[centres])
-        weights = torch.where(centres, 4.0, 1.0)
+        seen, centers = self.norm(seen), batch.kinds > 0
+        kinds, colors = self.kind_embed(seen), self.color_embed(seen[centers])
+        weights = torch.where(centers, 4.0, 1.0)
         losses = F.cross_entropy(kinds.flatten(0, 1), batch.kinds.flatten(), reduction="none")
-        return (losses * weights.flatten()).mean() + 0.3 * F.cross_entropy(colors, batch.colors[centres])
+        return (losses * weights.flatten()).mean() + 0.3 * F.cross_entropy(colors, batch.colors[centers])
 
 
 def attended(batch: Batch) -> Tensor:

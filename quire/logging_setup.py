@@ -27,7 +27,7 @@ from typing import Any, Literal
 from quire.errors import ClientError, ConfigError, QuireError
 
 TEXT_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
-COLOURS = {"DEBUG": 2, "INFO": 32, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
+COLORS = {"DEBUG": 2, "INFO": 32, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
 """Level -> parameter of the terminal's sequence: faint, green, yellow, red."""
 ACCESS = "uvicorn.access"
 ACCESS_FIELDS = ("client", "method", "path", "http_version", "status")
@@ -43,19 +43,19 @@ class TextFormatter(logging.Formatter):
     """`INFO 2030-01-02 12:00:00 quire.engine: message`, in local time.
 
     Args:
-        colour: colour the level, for a terminal.
+        color: color the level, for a terminal.
     """
 
-    def __init__(self, *, colour: bool = False) -> None:
+    def __init__(self, *, color: bool = False) -> None:
         super().__init__(TEXT_FORMAT, datefmt="%Y-%m-%d %H:%M:%S")
-        self._colours = COLOURS if colour else {}
+        self._colors = COLORS if color else {}
 
     def format(self, record: logging.LogRecord) -> str:
         record.message = record.getMessage()
         record.asctime = self.formatTime(record, self.datefmt)
         line = self.formatMessage(record).translate(_ESCAPES)
-        if colour := self._colours.get(record.levelname):
-            line = f"\x1b[{colour}m{record.levelname}\x1b[0m{line[len(record.levelname) :]}"
+        if color := self._colors.get(record.levelname):
+            line = f"\x1b[{color}m{record.levelname}\x1b[0m{line[len(record.levelname) :]}"
         lines = [line]
         for line in traceback_of(self, record).translate(_ESCAPES_IN_TRACEBACK).split("\n"):
             lines += [f"  {line}"] if line else []
@@ -234,8 +234,8 @@ class LogHandler(logging.Handler):
         self, style: str = "text", level: int = logging.NOTSET, writer: StreamWriter | None = None
     ) -> None:
         super().__init__(level)
-        colour = {"colour": True} if style == "text" and wants_colour() else {}
-        self.setFormatter(FORMATTERS[style](**colour))
+        color = {"color": True} if style == "text" and wants_color() else {}
+        self.setFormatter(FORMATTERS[style](**color))
         self.writer = writer or StreamWriter("stderr")
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -249,8 +249,8 @@ class LogHandler(logging.Handler):
         self.writer.flush()
 
 
-def wants_colour() -> bool:
-    """Return whether stderr is a terminal that shows colours; NO_COLOR (https://no-color.org) switches them off."""
+def wants_color() -> bool:
+    """Return whether stderr is a terminal that shows colors; NO_COLOR (https://no-color.org) switches them off."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     try:

@@ -125,7 +125,7 @@ def test_text_line_has_the_local_date_and_time() -> None:
     assert TextFormatter().format(made) == f"WARNING {moment:%Y-%m-%d %H:%M:%S} quire.test: x"
 
 
-def test_level_is_coloured_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_level_is_colored_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for stream, begin in ((Terminal(), "\x1b[33mWARNING\x1b[0m 2"), (io.StringIO(), "WARNING 2")):

@@ -14,12 +14,12 @@ from tests.fixtures.folded import folded
 TOOL = Path(__file__).parents[1] / "tools" / "style.py"
 
 
-LICENCE = "SPDX-License-Identifier: Apache-2.0"
+LICENSE = "SPDX-License-Identifier: Apache-2.0"
 
 
 def run(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """Check a folder that holds one file, with the licence behind its first line."""
-    (folder / "module.py").write_text(source.replace("\n", f"  # {LICENCE}\n", 1))
+    """Check a folder that holds one file, with the license behind its first line."""
+    (folder / "module.py").write_text(source.replace("\n", f"  # {LICENSE}\n", 1))
     return check(folder)
 
 
@@ -76,21 +76,21 @@ def test_style_long_test_name_is_found(start: str, tmp_path: Path) -> None:
     assert done.stderr == f"{tmp_path / 'module.py'}:2: {rule}\n"
 
 
-def test_style_missing_licence_is_found_and_fixed(tmp_path: Path) -> None:
+def test_style_missing_license_is_found_and_fixed(tmp_path: Path) -> None:
     sources = {
-        "a.py": ("x = 1\n", f"# {LICENCE}\nx = 1\n"),
-        "b.cpp": ("int x;\n", f"// {LICENCE}\nint x;\n"),
-        "c.sh": ("#!/bin/sh\ntrue\n", f"#!/bin/sh\n# {LICENCE}\ntrue\n"),
-        "d.h": (f"// {LICENCE}\n", f"// {LICENCE}\n"),
+        "a.py": ("x = 1\n", f"# {LICENSE}\nx = 1\n"),
+        "b.cpp": ("int x;\n", f"// {LICENSE}\nint x;\n"),
+        "c.sh": ("#!/bin/sh\ntrue\n", f"#!/bin/sh\n# {LICENSE}\ntrue\n"),
+        "d.h": (f"// {LICENSE}\n", f"// {LICENSE}\n"),
         "e.py": ("", ""),
         "f.txt": ("text", "text"),
     }
     for name, (source, _) in sources.items():
         (tmp_path / name).write_text(source)
     assert check(tmp_path).stderr.splitlines() == [
-        f"{tmp_path / 'a.py'}:1: the licence is missing: # {LICENCE}",
-        f"{tmp_path / 'b.cpp'}:1: the licence is missing: // {LICENCE}",
-        f"{tmp_path / 'c.sh'}:2: the licence is missing: # {LICENCE}",
+        f"{tmp_path / 'a.py'}:1: the license is missing: # {LICENSE}",
+        f"{tmp_path / 'b.cpp'}:1: the license is missing: // {LICENSE}",
+        f"{tmp_path / 'c.sh'}:2: the license is missing: # {LICENSE}",
     ]
     assert check("--fix", tmp_path).returncode == 0
     assert {name: (tmp_path / name).read_text() for name in sources} == {
@@ -107,7 +107,7 @@ def test_style_missing_folder_is_an_error(tmp_path: Path) -> None:
 def test_style_class_names_of_the_package_are_unique(tmp_path: Path) -> None:
     package = tmp_path / "quire"
     (package / "below").mkdir(parents=True)
-    source = f"# {LICENCE}\nclass Row:\n    pass\n\n\nclass {{name}}:\n    pass\n"
+    source = f"# {LICENSE}\nclass Row:\n    pass\n\n\nclass {{name}}:\n    pass\n"
     (package / "first.py").write_text(source.format(name="A"))
     (package / "below" / "second.py").write_text(source.format(name="B"))
     done = check(package)

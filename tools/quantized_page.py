@@ -39,7 +39,7 @@ _IN_ANY_ORDER = (
 )
 
 INTRODUCTION = """\
-# Quantised checkpoints
+# Quantized checkpoints
 
 This page is generated: `python -m tools.quantized_page`.
 
@@ -228,8 +228,8 @@ EXAMPLES = (
     _Example("per output", {"quant_method": "fbgemm_fp8"}),
     _Example("FP8", {"quant_method": "modelopt", "quant_algo": "FP8"}),
     _Example("NVFP4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
-    _Example("NF4, scales quantised or not", _BNB | {"bnb_4bit_quant_type": "nf4"}),
-    _Example("FP4, scales quantised or not", _BNB | {"bnb_4bit_quant_type": "fp4"}),
+    _Example("NF4, scales quantized or not", _BNB | {"bnb_4bit_quant_type": "nf4"}),
+    _Example("FP4, scales quantized or not", _BNB | {"bnb_4bit_quant_type": "fp4"}),
     _Example("LLM.int8()", {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     _Example(
         "1 to 4 bits, `axis` 1",

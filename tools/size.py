@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Line budgets of the source, licence lines aside: `python tools/size.py [--update]`.
+"""Line budgets of the source, license lines aside: `python tools/size.py [--update]`.
 
 `tools/size.toml` names the parts of the package and the lines that each may have. A change that exceeds a budget
 deletes something, or raises the number in the same commit and says why. `--update` lowers budgets to the present size.
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LICENCE = "# SPDX-License-Identifier: "
+LICENSE = "# SPDX-License-Identifier: "
 BUDGETS = Path(__file__).with_name("size.toml")
 
 
@@ -38,9 +38,9 @@ def size_of(patterns: list[str]) -> tuple[int, int]:
 
 
 def num_lines(path: Path) -> int:
-    """Return the number of lines of a file without that of its licence."""
+    """Return the number of lines of a file without that of its license."""
     text = path.read_text(encoding="utf-8")
-    return text.count("\n") - text.startswith(LICENCE)
+    return text.count("\n") - text.startswith(LICENSE)
 
 
 def main() -> int:

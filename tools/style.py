@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the style rules in CONTRIBUTING.md that a program can check: `python tools/style.py [--fix] [FOLDER ...]`.
 
-`--fix` adds the licence line to files that lack it.
+`--fix` adds the license line to files that lack it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKAGE = "quire"
 FOLDERS = (PACKAGE, "csrc", "tests", "benchmarks", "tools", "demo_model", "examples")
 
 MAX_TEST_NAME = 60  # characters
-LICENCE = "SPDX-License-Identifier: Apache-2.0"
+LICENSE = "SPDX-License-Identifier: Apache-2.0"
 COMMENTS = {".py": "#", ".sh": "#", ".cpp": "//", ".h": "//"}
 """File name's end -> beginning of a comment, for the files that are checked."""
 
@@ -66,33 +66,33 @@ def check_class_names(folder: Path) -> Iterator[Finding]:
             seen.setdefault(node.name, path)
 
 
-def check_licence(path: Path, text: str) -> Iterator[Finding]:
-    """Yield a finding if neither the first line, nor the one behind `#!`, names the licence."""
+def check_license(path: Path, text: str) -> Iterator[Finding]:
+    """Yield a finding if neither the first line, nor the one behind `#!`, names the license."""
     lines = text.split("\n", 2)
     place = 1 if lines[0].startswith("#!") else 0
-    if text and LICENCE not in lines[place]:
-        yield Finding(path, place + 1, f"the licence is missing: {COMMENTS[path.suffix]} {LICENCE}")
+    if text and LICENSE not in lines[place]:
+        yield Finding(path, place + 1, f"the license is missing: {COMMENTS[path.suffix]} {LICENSE}")
 
 
-def add_licence(path: Path, text: str) -> None:
-    """Write the licence as the first line of a file, or behind `#!`."""
+def add_license(path: Path, text: str) -> None:
+    """Write the license as the first line of a file, or behind `#!`."""
     first, end, rest = text.partition("\n") if text.startswith("#!") else ("", "", text)
-    path.write_text(f"{first}{end}{COMMENTS[path.suffix]} {LICENCE}\n{rest}", encoding="utf-8")
+    path.write_text(f"{first}{end}{COMMENTS[path.suffix]} {LICENSE}\n{rest}", encoding="utf-8")
 
 
 def check_file(path: Path, *, fix: bool = False) -> list[Finding]:
     """Return the findings in a source file, in the order of their lines.
 
     Args:
-        fix: add a missing licence, in place of its finding.
+        fix: add a missing license, in place of its finding.
 
     Raises:
         SyntaxError: the file ends with .py and is no Python.
     """
     text = path.read_text(encoding="utf-8")
-    unlicensed = list(check_licence(path, text))
+    unlicensed = list(check_license(path, text))
     if unlicensed and fix:
-        add_licence(path, text)
+        add_license(path, text)
         return check_file(path)
     if path.suffix != ".py":
         return unlicensed

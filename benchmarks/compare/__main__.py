@@ -69,7 +69,7 @@ def _add_accuracy(found: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         default=DEFAULT_TEXT,
-        help="Files. Default: licence and two documents.",
+        help="Files. Default: license and two documents.",
     )
     group.add_argument("--num-chunks", type=int, default=NUM_CHUNKS, help="Of 512 tokens, at most so many.")
 

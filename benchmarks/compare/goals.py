@@ -51,7 +51,7 @@ FILES = {
     "Q4_0": ("llama.cpp", "Q4_0"),
     "Q4_K_M": ("llama.cpp", "Q4_K_M"),
 }
-"""A file that is quantised already -> the engine and the weights that quire is compared with when it serves it."""
+"""A file that is quantized already -> the engine and the weights that quire is compared with when it serves it."""
 _SAME_FILE = {"batch": 2.0, "decode-1": 1.0}
 _AS_OWN_INT4 = 0.95
 

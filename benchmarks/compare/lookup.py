@@ -41,7 +41,7 @@ class Lookup:
         peer.convert(checkpoint, self._model, "characters")
         if (form := FORMATS[quantization]) != "BF16":
             full, self._model = self._model, folder / f"{form}.gguf"
-            peer.quantise(full, self._model, form)
+            peer.quantize(full, self._model, form)
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> Said:
         """Go on behind these tokens by so many.

@@ -95,7 +95,7 @@ class Reference:
         if not target.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
             full = self._shipped() if precision == FLOATS else self.weights(FLOATS)
-            self.peer.quantise(full, target, precision)
+            self.peer.quantize(full, target, precision)
         return target
 
     def logits(self) -> Path:

@@ -69,7 +69,7 @@ def ratios(rates: Medians, engines: Mapping[str, Engine], shape: str) -> Iterato
 
 
 def _file_ratios(rates: Medians) -> Iterator[Ratio]:
-    """quire serving files that are quantised already, against who does the same."""
+    """quire serving files that are quantized already, against who does the same."""
     for precision, (peer, its_precision) in FILES.items():
         for case in CASES:
             own, its = rates.get((OWN_FILES, precision, case)), rates.get((peer, its_precision, case))

@@ -127,7 +127,7 @@ class Transformers(Padded):
 
 
 class OnnxRuntime(Padded):
-    """The same model exported; with `quantization` its matrices in 8 bits, quantised as the package does it."""
+    """The same model exported; with `quantization` its matrices in 8 bits, quantized as the package does it."""
 
     def __init__(
         self, directory: Path, shape: Shape, quantization: str | None = None, **options: Any

@@ -287,7 +287,7 @@ def _sampling(shape: Shape) -> Iterator[Launch]:
     yield "mask_logits", lambda: tail.mask_logits(logits, ids, words)
     places, factors = empty(4, 4, dtype=torch.int64), empty(4, 3, dtype=torch.float64)
     rows = empty(4, 900, dtype=torch.int32)
-    yield "penalise_rows", lambda: logprobs.penalise_rows(logits, rows, places, factors, 900)
+    yield "penalize_rows", lambda: logprobs.penalize_rows(logits, rows, places, factors, 900)
     limits = {"none": NO_LIMITS, "min_p": SamplingLimits(top_k=False, top_p=False), "all": ANY_LIMITS}
     for name, used in limits.items():
         sample = partial(sampling.sample_tokens, logits, settings, empty(4, 2, dtype=torch.int64), used)

@@ -25,7 +25,7 @@ LIMITS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 E4M3_LIMITS = {True: 0.08, False: 0.6}
 """The same for numbers in E4M3, by whether the target is a GPU: their largest step is 32 of 448, and a last bit may
 decide on which side one falls. Triton's interpreter drops the carry of some, and so halves them."""
-_FAST_TO_INTERPRET = ("write_kv", "embedding", "penalise_rows")
+_FAST_TO_INTERPRET = ("write_kv", "embedding", "penalize_rows")
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -102,8 +102,8 @@ def _rowwise(target: Target, shape: Shape, dtype: torch.dtype) -> Iterator[Check
     }
     for name, make_args in calls.items():
         yield Check(name_of(shape, name, dtype), partial(_against_oracle, name, make_args), LIMITS[dtype])
-    quantising = {f"{name}_fp8": make_args for name, make_args in calls.items() if f"{name}_fp8" in ops.TABLE}
-    for name, make_args in quantising.items():
+    quantizing = {f"{name}_fp8": make_args for name, make_args in calls.items() if f"{name}_fp8" in ops.TABLE}
+    for name, make_args in quantizing.items():
         yield Check(
             name_of(shape, name, dtype), partial(_against_oracle, name, make_args), E4M3_LIMITS[target.is_gpu]
         )
@@ -118,7 +118,7 @@ def _against_oracle(name: str, make_args: Callable[[], tuple[Any, ...]]) -> floa
     args = make_args()
     got, want = triton_function(name)(*args), ops.TABLE[name].oracle(*args)
     pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
-    # What a quantised row stands for is compared in float32.
+    # What a quantized row stands for is compared in float32.
     return max(relative_error(ours.float(), theirs.float()) for ours, theirs in pairs)
 
 

@@ -54,8 +54,8 @@ def checks(target: Target) -> Iterator[Check]:
             run = partial(_invariant, target, first, matrix, scheme)
             yield Check(name_of(first, f"{name} linear, {matrix}, batch-invariant bits", main), run)
     for name in ("fp8", "fp8 by Triton"):
-        run = partial(_quantised_rows, target, first, SCHEMES[name])
-        yield Check(name_of(first, f"{name} linear, rows that come quantised, bits", main), run)
+        run = partial(_quantized_rows, target, first, SCHEMES[name])
+        yield Check(name_of(first, f"{name} linear, rows that come quantized, bits", main), run)
     run = partial(_matrix, target, first, "o", INVARIANT["float"], main)
     yield Check(name_of(first, "batch-invariant linear", main), run, LIMITS[main])
     yield Check(name_of(first, "adapters", main), partial(_adapters, target, first), LIMITS[main])
@@ -96,7 +96,7 @@ def _invariant(target: Target, shape: Shape, matrix: str, scheme: WeightScheme) 
     return sum(differs(linear.packed_linear(x[start:end], packed), whole[start:end]) for start, end in parts)
 
 
-def _quantised_rows(target: Target, shape: Shape, scheme: WeightScheme) -> float:
+def _quantized_rows(target: Target, shape: Shape, scheme: WeightScheme) -> float:
     packed = _packed(target, shape, "qkv", scheme, target.main_dtype)
     x = randn(target, 33, packed.inputs, dtype=target.main_dtype)
     return differs(linear.packed_linear(quantize_rows(x), packed), linear.packed_linear(x, packed))

@@ -2,7 +2,7 @@
 """Profile of one decode step: time of each kernel of a recorded step, next to a memory bandwidth probe.
 
 Invariant: steps and probes alternate within one process and second, so that a fraction of the bandwidth is a ratio of
-neighbours: what a machine can read varies with its other load.
+neighbors: what a machine can read varies with its other load.
 """
 
 from __future__ import annotations

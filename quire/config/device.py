@@ -27,7 +27,7 @@ class DeviceConfig(Config):
     )
     cpu_numa: str = option(
         "auto",
-        "Core binding: auto: each replica and rank has its own, neighbouring cores; ranks, replicas: one per NUMA "
+        "Core binding: auto: each replica and rank has its own, neighboring cores; ranks, replicas: one per NUMA "
         "node; off: none.",
         choices=("auto", "ranks", "replicas", "off"),
     )

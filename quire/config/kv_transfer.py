@@ -31,7 +31,7 @@ class KVTransferExtra(msgspec.Struct, frozen=True):
     """Keys of `kv_connector_extra_config`.
 
     Args:
-        peers: prefill engines that requests may name, each "HOST:PORT"; no other address is ever dialled.
+        peers: prefill engines that requests may name, each "HOST:PORT"; no other address is ever dialed.
         key_file: file with 64 hex digits that both sides have; needed beyond loopback.
         lease_s: seconds for which offered blocks are kept after the last renewal.
         pull_timeout_s: longest wait of a request for the blocks of its prompt, in seconds.
@@ -161,7 +161,7 @@ def _check(settings: KVTransferSettings) -> None:
 
 
 def _check_addresses(settings: KVTransferSettings) -> None:
-    if not _can_be_dialled(settings.kv_ip):
+    if not _can_be_dialed(settings.kv_ip):
         raise ConfigError(
             f"{FLAG}: kv_ip is {settings.kv_ip!r}; give the address of this host that the other engines dial"
         )
@@ -174,7 +174,7 @@ def _check_addresses(settings: KVTransferSettings) -> None:
         )
 
 
-def _can_be_dialled(host: str) -> bool:
+def _can_be_dialed(host: str) -> bool:
     try:
         return not ipaddress.ip_address(host).is_unspecified
     except ValueError:  # a name

@@ -225,7 +225,7 @@ class DeviceGroup(Group):
             raise self.lost_error([rank], f"its process {how}")
 
     def warm_up(self) -> None:
-        """Transfer test data between all ranks, and between neighbours, so that steps need no setup.
+        """Transfer test data between all ranks, and between neighbors, so that steps need no setup.
 
         Raises:
             StartupError: the devices cannot be joined.

@@ -196,7 +196,7 @@ class InFlightRequests:
 
     # Core ids in flight
 
-    def labelled(self, labels: str | Iterable[str]) -> list[str]:
+    def labeled(self, labels: str | Iterable[str]) -> list[str]:
         """Return core ids of one label or several; unknown labels have none."""
         return self._core_ids.in_flight(labels)
 
@@ -478,7 +478,7 @@ class FrontEnd:
 
     def abort(self, labels: str | Iterable[str]) -> list[Outgoing]:
         """End all requests of these labels with finish_reason "abort"; unknown labels are ignored."""
-        return self._end(self._in_flight.labelled(labels), "abort")
+        return self._end(self._in_flight.labeled(labels), "abort")
 
     def release(self, name: str) -> list[Outgoing]:
         """Abort a request that nobody reads any more; finished ones are ignored."""

@@ -353,7 +353,7 @@ class InputProcessor:
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
 
     def check_terms(self, priority: int, tenant: str, adapter_request: AdapterRequest | None) -> None:
-        """Raise ValidationError if this engine cannot honour one of them."""
+        """Raise ValidationError if this engine cannot honor one of them."""
         if adapter_request is not None and not self.config.serves_adapters:
             raise adapter_error(f"adapters are not served here ({ENABLE_FLAG})")
         if len(tenant) > MAX_TENANT_CHARS:

@@ -297,7 +297,7 @@ class Tokenizer:
         """Return the text of `ids`; ids without a token are skipped.
 
         Bytes that are no valid UTF-8 become U+FFFD, one for each maximal subpart (Unicode 15, 3.9), and never consume
-        a valid neighbouring character.
+        a valid neighboring character.
 
         Args:
             shown: special tokens that are not skipped.
@@ -356,7 +356,7 @@ class Tokenizer:
     @property
     def is_bytewise(self) -> bool:
         """True if a token adds the same bytes after any other text."""
-        return self._table.ignores_neighbours
+        return self._table.ignores_neighbors
 
     @functools.cached_property
     def begins_bytewise(self) -> bool:

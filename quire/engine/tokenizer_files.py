@@ -113,7 +113,7 @@ class TokenBytes:
         kinds = [step["type"] for step in chain]
         self._spells_bytes = kinds[:1] == ["ByteLevel"]
         self._has_byte_tokens = "ByteFallback" in kinds
-        self.ignores_neighbours = _ignores_neighbours(chain)
+        self.ignores_neighbors = _ignores_neighbors(chain)
         self._inside: dict[int, bytes] = {}
 
     def inside(self, token_id: int) -> bytes:
@@ -159,7 +159,7 @@ class TextPlace:
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that a token would add here, even if it is special."""
-        if self._has_begun and self._table.ignores_neighbours:
+        if self._has_begun and self._table.ignores_neighbors:
             return self._table.inside(token_id)
         token = self._table.token(token_id)
         if token is None:
@@ -174,7 +174,7 @@ class TextPlace:
         if token_id in self._skipped:
             return b""
         added = self.bytes_of(token_id)
-        if not (self._has_begun and self._table.ignores_neighbours):
+        if not (self._has_begun and self._table.ignores_neighbors):
             token = self._table.token(token_id)
             if token is not None:
                 self._move(token, has_text=bool(added))
@@ -209,7 +209,7 @@ def _chain(state: dict[str, Any]) -> list[dict[str, Any]]:
     return [step for inner in state["decoders"] for step in _chain(inner)]
 
 
-def _ignores_neighbours(chain: Sequence[dict[str, Any]]) -> bool:
+def _ignores_neighbors(chain: Sequence[dict[str, Any]]) -> bool:
     is_fused = False
     for step in chain:
         kind = step["type"]
@@ -220,7 +220,7 @@ def _ignores_neighbours(chain: Sequence[dict[str, Any]]) -> bool:
 
 
 def _touches_only_the_start(step: dict[str, Any]) -> bool:
-    """Return whether a step on the whole text keeps a token's bytes independent of its neighbours."""
+    """Return whether a step on the whole text keeps a token's bytes independent of its neighbors."""
     return step["type"] == "Fuse" or (step["type"] == "Strip" and not step["stop"])
 
 

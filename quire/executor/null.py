@@ -182,7 +182,7 @@ class _NullRow:
 class NullExecutor(Executor):
     """Executor without a model, for tests of everything above it.
 
-    It honours `min_tokens`, `allowed_token_ids`, `logprobs` and `prompt_logprobs` (as of a uniform distribution);
+    It honors `min_tokens`, `allowed_token_ids`, `logprobs` and `prompt_logprobs` (as of a uniform distribution);
     other sampling parameters have no effect. `specs` and `vocab_size` are used if the config has no model. Pooled
     output is a function of the prompt alone. It proposes up to `max_drafts` drafts, the first of which are right; how
     many is a function of the tokens, too. Encoding an item takes a few slices, a function of its digest, of which a

@@ -2,7 +2,7 @@
 """The table of ops: every kernel the engine calls, with its shapes, dtypes and implementations, best first.
 
 Invariant: which implementation runs depends only on the device and dtype of an op's key tensor (and, where a row gives
-`accepts`, on properties of the model), never on the batch; otherwise a request's result would depend on its neighbours.
+`accepts`, on properties of the model), never on the batch; otherwise a request's result would depend on its neighbors.
 
 `op(oracle, ...)` makes a row: the signature and docstring of the torch oracle, in a module `reference*`, are the
 contract, and the listed implementations are tried before it. Tensors that choose the implementation are
@@ -387,7 +387,7 @@ unusable_rows = op(
 )
 clear_rows = op(reference_sampling.clear_rows, _triton("logprobs.clear_rows"))
 apply_penalties = op(reference_sampling.apply_penalties, _cpu("sampling.apply_penalties"))
-penalise_rows = op(reference_sampling.penalise_rows, _triton("logprobs.penalise_rows"))
+penalize_rows = op(reference_sampling.penalize_rows, _triton("logprobs.penalize_rows"))
 mask_logits = op(
     reference_sampling.mask_logits, _cpu("sampling.mask_logits"), _triton("logprobs.mask_logits")
 )

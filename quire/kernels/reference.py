@@ -486,7 +486,7 @@ def _rounded_in_range(x: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, together: int) -> Tensor:
-    """Quantize each row in steps of 1/127 of the largest magnitude sum of `together` neighbours; NaN if a value is not
+    """Quantize each row in steps of 1/127 of the largest magnitude sum of `together` neighbors; NaN if a value is not
     finite.
     """
     largest = x.abs().unflatten(-1, (-1, together)).sum(-1).amax(-1, keepdim=True)

@@ -16,7 +16,7 @@ from quire.distributed.group import Group
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Add neighbours, then the sums of neighbours, and so on; an odd one out moves up to the next level.
+    """Add neighbors, then the sums of neighbors, and so on; an odd one out moves up to the next level.
 
     So the tree over 2n parts contains that over each half, if n is a power of two.
     """
@@ -30,7 +30,7 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
 def all_reduce(x: Tensor, /, group: Group) -> Tensor:
     """Return the sum of all ranks' x, of any shape and float dtype, with the same bits on every rank.
 
-    Ranks are added in pairs of neighbours, then the sums of pairs, and so on.
+    Ranks are added in pairs of neighbors, then the sums of pairs, and so on.
     """
     return tree_sum(group.all_gather(x))
 

@@ -160,7 +160,7 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
     flat[indices] = (values - subtracted).clamp_(max=_MAX_LOGIT).float()
 
 
-def penalise_rows(
+def penalize_rows(
     logits: Tensor, token_rows: Tensor, places: Tensor, factors: Tensor, /, longest: int
 ) -> None:
     """Apply `apply_penalties` to every token in a row of tokens, counted here; logits [N, V], in place.

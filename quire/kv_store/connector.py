@@ -112,8 +112,8 @@ class RowServerConnector(Connector):
         if settings.pulls:
             for peer in settings.peers:
                 address = protocol.parse_address(peer)
-                dialled = place_of(address.host, address.port + port_offset)
-                self._peers[peer] = PeerStore(dialled, namespace, key)
+                dialed = place_of(address.host, address.port + port_offset)
+                self._peers[peer] = PeerStore(dialed, namespace, key)
         if settings.offers:
             self._serve(settings, port, key)
 

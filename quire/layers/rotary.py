@@ -3,7 +3,7 @@
 
 Shapes: P positions, T tokens, D head size, R rotated dimensions of each head (R <= D).
 Invariant: the angles of a position are fixed when the model is built. transformers switches the frequencies of
-`dynamic` and `longrope` with the longest sequence of the batch, so a result would depend on its neighbours. Here:
+`dynamic` and `longrope` with the longest sequence of the batch, so a result would depend on its neighbors. Here:
 
 - `dynamic`: position p is rotated as in a sequence that ends at p. So up to `max_position_embeddings` nothing is
   scaled, and beyond it a token gets what transformers gives it when it generates token by token.

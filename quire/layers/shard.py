@@ -40,7 +40,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StackMember:
-    """Index among `count` weights that are distributed whole over ranks, neighbours together, such as a layer's
+    """Index among `count` weights that are distributed whole over ranks, neighbors together, such as a layer's
     experts.
     """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """adapter_config.json of PEFT, and the files of an adapter.
 
-Invariant: torch-free. An option that changes what the adapter computes is honoured or refused by name; an unknown
+Invariant: torch-free. An option that changes what the adapter computes is honored or refused by name; an unknown
 option is refused unless its value disables it.
 """
 

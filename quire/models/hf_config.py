@@ -2,7 +2,7 @@
 """Reader of config.json and generation_config.json into a `ModelArch`, and report of unread keys.
 
 Invariant: torch-free, and the only reader of these files. A family's keys are interpreted in its file in `families/`.
-A key is read by a family, which honours or refuses it, known to have no effect at inference, or named in the log; all
+A key is read by a family, which honors or refuses it, known to have no effect at inference, or named in the log; all
 refused keys are reported at once. Tests check that the first two hold for every key that transformers reads.
 """
 

@@ -143,7 +143,7 @@ class Stage:
 
     @staticmethod
     def with_layers(own: range, num_layers: int) -> Stage:
-        """Return the stage with these layers, between neighbours with those before and after, if any."""
+        """Return the stage with these layers, between neighbors with those before and after, if any."""
         before, behind = own.start, num_layers - own.stop
         sizes = (*([before] if before else []), len(own), *([behind] if behind else []))
         return Stage(int(before > 0), len(sizes), sizes=sizes)

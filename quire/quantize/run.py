@@ -77,21 +77,21 @@ def quantize_checkpoint(config: EngineConfig, recipe: Recipe, output: Path) -> I
 def _check(config: EngineConfig) -> None:
     if is_gguf(Path(config.model_dir)):
         raise ConfigError(
-            "a GGUF file cannot be quantised: name the directory with the model's *.safetensors"
+            "a GGUF file cannot be quantized: name the directory with the model's *.safetensors"
         )
     part_of = config.arch.part_of
     if part_of is not None and part_of.language_dir:
         raise ConfigError(
-            f"the language model of {config.model.model} is in {part_of.language_dir}: quantise that checkpoint, and "
+            f"the language model of {config.model.model} is in {part_of.language_dir}: quantize that checkpoint, and "
             "name the result as text_model_id in --hf-overrides"
         )
     if config.arch.quantization is not None:
         raise ConfigError(
-            f"{config.model.model} is quantised already ({config.arch.quantization.method}): name the model in floats"
+            f"{config.model.model} is quantized already ({config.arch.quantization.method}): name the model in floats"
         )
     if config.pooling is not None:
         raise UnsupportedModelError(
-            f"{config.model.model} generates nothing; only language models are quantised"
+            f"{config.model.model} generates nothing; only language models are quantized"
         )
 
 

@@ -34,7 +34,7 @@ class OwnClock:
         return list(seconds)
 
 
-WIDEST = 256  # widest step modelled; wider ones are not memory-bound
+WIDEST = 256  # widest step modeled; wider ones are not memory-bound
 HOPE = (
     0.02  # assumed cost of an unseen further token, as part of a step; low: only underestimates get corrected
 )

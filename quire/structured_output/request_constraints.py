@@ -134,7 +134,7 @@ class Constraints(ParamsChecks):
             raise ValidationError(f"{PARAM} needs a tokenizer", param=PARAM)
         if not self._tokenizer.is_bytewise:
             raise ValidationError(
-                f"{PARAM} is not possible with this model: the text of a token depends on its neighbours",
+                f"{PARAM} is not possible with this model: the text of a token depends on its neighbors",
                 param=PARAM,
             )
         if not self._ends:

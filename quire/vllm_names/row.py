@@ -115,7 +115,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def _is_swapped(name: str, other: str) -> bool:
-    """Return whether two neighbouring letters are all that differs."""
+    """Return whether two neighboring letters are all that differs."""
     places = [i for i, (a, b) in enumerate(zip(name, other, strict=False)) if a != b]
     if len(name) != len(other) or len(places) != 2 or places[1] != places[0] + 1:
         return False
@@ -129,13 +129,13 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {near!r}?" if near else ""
 
 
-_told: set[tuple[str, str]] = set()
+_logged: set[tuple[str, str]] = set()
 
 
 def log_once(name: str, message: str) -> None:
     """Log a message about a name, once per process."""
-    if (name, message) not in _told:
-        _told.add((name, message))
+    if (name, message) not in _logged:
+        _logged.add((name, message))
         logger.warning("%s: %s", name, message)
 
 

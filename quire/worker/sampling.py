@@ -35,7 +35,7 @@ _NONE: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
 class RowLogits:
     """Logits of rows, of the model's tokens and of those added by each row's adapter.
 
-    Invariant: the width of a row's logits depends on its own adapter, whatever its neighbours; the order of a sum over
+    Invariant: the width of a row's logits depends on its own adapter, whatever its neighbors; the order of a sum over
     a row, and so its bits, depends on the width.
 
     Args:

@@ -370,7 +370,7 @@ def test_map_equals_the_servers_books(page: Page, server: Server) -> None:
     with load(server.url, KEY):
         page.until("/Shared [1-9]/.test(document.getElementById('legend').textContent)")
         page.until("Number(document.getElementById('moment').max) > 3")
-        choose(page, "colour", "request")
+        choose(page, "color", "request")
         page.until("/cmpl-/.test(document.getElementById('legend').textContent)")
         page.run("document.querySelector('#device-map canvas').focus()")
         page.key("ArrowRight")

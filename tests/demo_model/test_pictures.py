@@ -39,7 +39,7 @@ def test_items_are_apart_and_inside() -> None:
             assert (one.x - other.x) ** 2 + (one.y - other.y) ** 2 > (one.radius + other.radius) ** 2
 
 
-def test_an_item_has_its_color_at_its_centre() -> None:
+def test_an_item_has_its_color_at_its_center() -> None:
     for seed in SEEDS:
         rng = random.Random(seed)
         shown = picture(rng)

@@ -395,5 +395,5 @@ def test_sums_across_hosts_have_the_bits_of_one_tree(dtype: torch.dtype, count: 
         ("aabbb", None),
     ],
 )
-def test_hosts_with_uneven_neighbours_share_no_memory(ranks: str, size: int | None) -> None:
+def test_hosts_with_uneven_neighbors_share_no_memory(ranks: str, size: int | None) -> None:
     assert ranks_per_host(ranks) == size

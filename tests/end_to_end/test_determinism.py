@@ -208,7 +208,7 @@ def test_the_model_in_the_box(restore_threads: None) -> None:
 
 
 @pytest.mark.parametrize("weights", list(WEIGHTS))
-def test_quantised_weights_still_give_the_model(weights: str, engine: Callable[..., LLM]) -> None:
+def test_quantized_weights_still_give_the_model(weights: str, engine: Callable[..., LLM]) -> None:
     """The first token's logprobs stay near the float32 model's."""
     exact, ours = (run(engine(kind), prompts())[: len(LENGTHS)] for kind in ("float32", weights))
     for (_, want), (_, got) in zip(exact, ours, strict=True):

@@ -287,17 +287,17 @@ def test_dry_ends_a_loop_that_a_breaker_lets_go_on() -> None:
         llm.get_tokenizer().encode(text, add_special_tokens=False)[-1] for text in ("a", "b", "c", "\n")
     )
 
-    def favour(wanted: list[int]) -> Any:
-        def favour_next(_prompt: list[int], output: list[int], logits: torch.Tensor) -> None:
+    def favor(wanted: list[int]) -> Any:
+        def favor_next(_prompt: list[int], output: list[int], logits: torch.Tensor) -> None:
             logits[:] = -50.0
             logits[c] = -1.0
             logits[wanted[len(output) % len(wanted)]] = 0.0
 
-        return favour_next
+        return favor_next
 
     def generated(wanted: list[int], **values: Any) -> list[int]:
         params = SamplingParams(
-            temperature=0, max_tokens=12, ignore_eos=True, logits_processors=[favour(wanted)], **values
+            temperature=0, max_tokens=12, ignore_eos=True, logits_processors=[favor(wanted)], **values
         )
         return list(llm.generate([[a]], params, use_tqdm=False)[0].outputs[0].token_ids)
 

@@ -126,7 +126,7 @@ def test_bytes_of_each_token_joined_are_the_text(kind: Kind, data: st.DataObject
     assert joined.decode(errors="replace") == text + detokenizer.flush()
 
 
-def test_an_invalid_byte_costs_one_replacement_and_no_neighbour(kind_with_bytes: Kind) -> None:
+def test_an_invalid_byte_costs_one_replacement_and_no_neighbor(kind_with_bytes: Kind) -> None:
     euro, e = kind_with_bytes.spell("€"), kind_with_bytes.spell("é")
     ids = [*e, euro[0], euro[1], *e, euro[2], *kind_with_bytes.spell("日"), e[0]]
     assert "".join(deltas(kind_with_bytes, [], ids, [1] * 20)) == "é\ufffdé\ufffd日\ufffd"

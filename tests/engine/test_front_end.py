@@ -296,7 +296,7 @@ def test_timeout_is_refused_if_each_rank_has_its_own_clock(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "method", ["_append_tokens", "_record_history", "_record_tokens", "completion", "_finish"]
 )
-def test_error_in_one_sequence_spares_its_neighbours(
+def test_error_in_one_sequence_spares_its_neighbors(
     method: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(culprit: str | None) -> tuple[Cores, list[tuple[Any, ...]]]:

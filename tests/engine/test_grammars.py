@@ -117,7 +117,7 @@ def test_tokenizer_unfit_for_grammars_is_refused(name: str, tmp_path: Path) -> N
         vocabulary = vocabulary_of(kind.tokenizer, kind.num_ids, [kind.backend.token_to_id(EOS)])
         assert all(not vocabulary.tokens[token_id] for token_id in kind.special_ids)
     else:
-        with pytest.raises(ValidationError, match="depends on its neighbours"):
+        with pytest.raises(ValidationError, match="depends on its neighbors"):
             checks.validated(params("a+"))
     checks.close()
 

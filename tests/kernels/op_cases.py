@@ -625,7 +625,7 @@ def apply_penalties(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 @cases
-def penalise_rows(dtype: torch.dtype) -> Iterator[Arguments]:
+def penalize_rows(dtype: torch.dtype) -> Iterator[Arguments]:
     """No users, empty rows and prompts, tokens of one kind only, and several samples of a row, as drafts have them."""
     rows = torch.randint(0, 23, (5, 3000), dtype=torch.int32)
     rows[3] = 7

@@ -235,7 +235,7 @@ def _sampling(size: int) -> Launches:
     yield partial(logprobs.clear_rows, rows, empty(size, dtype=torch.bool))
     yield partial(logprobs.mask_logits, rows, ids, empty(size, -(-VOCAB // 32), dtype=torch.int32))
     places, factors = empty(size, 4, dtype=torch.int64), empty(size, 3, dtype=torch.float64)
-    yield partial(logprobs.penalise_rows, rows, empty(64, 900, dtype=torch.int32), places, factors, 3 * size)
+    yield partial(logprobs.penalize_rows, rows, empty(64, 900, dtype=torch.int32), places, factors, 3 * size)
     settings, keys = empty(size, 4, dtype=torch.float64), empty(size, 2, dtype=torch.int64)
     for chosen in (None, keys):
         for limits in (NO_LIMITS, ANY_LIMITS):

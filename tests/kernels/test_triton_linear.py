@@ -262,7 +262,7 @@ def test_invariant_weight_gives_a_row_the_same_bits_in_any_batch(
 
 
 @pytest.mark.parametrize("vendor", [True, False])
-def test_rows_that_come_quantised_give_the_same_product(vendor: bool) -> None:
+def test_rows_that_come_quantized_give_the_same_product(vendor: bool) -> None:
     torch.manual_seed(0)
     x, bias = randn(70, 64, dtype=torch.float16), randn(48)
     packed = linear.pack_weight(matrix(48, 64), WeightScheme("fp8", vendor=vendor))
@@ -336,7 +336,7 @@ def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_weights_are_packed_only_where_a_gpu_gains() -> None:
-    """Unquantised weights stay plain for the vendor's library, unless the batch must not matter."""
+    """Unquantized weights stay plain for the vendor's library, unless the batch must not matter."""
     row = next(row for row in ops.pack_weight.implementations if row.name == "triton")
     assert row.accepts is not None
     weight = randn(2, 2)

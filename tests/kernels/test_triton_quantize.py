@@ -44,7 +44,7 @@ def kernel(name: str) -> Callable[..., Any]:
 
 
 def parts(result: Any) -> list[Tensor]:
-    """Bits of the first result, quantised by a second pass if need be, and the others."""
+    """Bits of the first result, quantized by a second pass if need be, and the others."""
     first, *others = result if isinstance(result, tuple) else (result,)
     rows = first if isinstance(first, QuantizedRows) else quantize.quantize_rows(first)
     return [rows.values.view(torch.uint8), rows.scales, *others]
@@ -66,7 +66,7 @@ def test_fused_row_quantization_has_the_bits_of_a_second_pass(name: str, dtype: 
 
 
 @pytest.mark.parametrize("name", FP8_OPS)
-def test_a_row_is_quantised_alike_in_any_batch(name: str) -> None:
+def test_a_row_is_quantized_alike_in_any_batch(name: str) -> None:
     torch.manual_seed(0)
     x, residual, weight = (randn(*shape, dtype=torch.float16) for shape in [(9, 154), (9, 154), (154,)])
     tensors = (x, residual) if "add" in name else (x,)

@@ -113,7 +113,7 @@ def test_greedy_rows_need_no_keys() -> None:
     assert sampling.sample_tokens(logits, staged, None, NO_LIMITS).tolist() == [0, 1, -1]
 
 
-def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
+def test_a_rows_token_does_not_depend_on_its_neighbors() -> None:
     torch.manual_seed(0)
     case = (3 * randn(3, 301), settings(3, 301), random_keys(3))
     alone = [sampling.sample_tokens(*(part[i : i + 1] for part in case)) for i in range(3)]
@@ -238,7 +238,7 @@ def test_draws_are_fair(limits: str, by_position: bool) -> None:
     ).sum() < 22.5  # chi-square, 6 degrees of freedom, p = 0.001
 
 
-def test_noise_of_neighbours_is_unrelated() -> None:
+def test_noise_of_neighbors_is_unrelated() -> None:
     """Noise is uncorrelated between tokens of a pair, between positions and between seeds."""
     noise_of = np.stack(
         [reference_sampling.gumbel(seed, position, 2000) for seed in range(3) for position in range(3)]
@@ -264,7 +264,7 @@ def test_masks() -> None:
 
 
 def test_penalties() -> None:
-    compare(ops.penalise_rows, logprobs.penalise_rows, torch.float32, "cpu")
+    compare(ops.penalize_rows, logprobs.penalize_rows, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("vocab_size", [2100, 20_011])

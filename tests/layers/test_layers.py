@@ -238,7 +238,7 @@ def test_logits_are_float32_and_rounded_to_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_logits_of_a_quantised_head_are_rounded_to_nothing_else(kind: str) -> None:
+def test_logits_of_a_quantized_head_are_rounded_to_nothing_else(kind: str) -> None:
     layer = VocabEmbedding(vocab_size=40, size=64, dtype=torch.bfloat16, is_head=True)
     layer.create_weights(method_of(WeightScheme(kind, 32 if kind == "int4" else 0)))
     fill(layer, "head")
@@ -299,7 +299,7 @@ def test_a_tied_table_is_looked_up_and_multiplied_from_one_copy() -> None:
 
 
 @pytest.mark.parametrize(("kind", "error"), [("int8", 0.02), ("int4", 0.15)])
-def test_a_quantised_table_is_looked_up_as_it_is_multiplied(kind: str, error: float) -> None:
+def test_a_quantized_table_is_looked_up_as_it_is_multiplied(kind: str, error: float) -> None:
     layer = VocabEmbedding(vocab_size=40, size=24, dtype=torch.bfloat16, is_head=True)
     layer.create_weights(method_of(WeightScheme(kind, fast=False)))
     weight = fill(layer, "e")["e.weight"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A method of one's own: what it takes to read a checkpoint that is quantised already."""
+"""A method of one's own: what it takes to read a checkpoint that is quantized already."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def checkpoints(tmp_path: Path, tiny_model: Callable[[str], Path]) -> tuple[Path
 
 
 @pytest.mark.parametrize("shard", [Shard(), Shard(0, 2), Shard(1, 2)], ids=("whole", "first", "second"))
-def test_a_method_of_ones_own_reads_a_quantised_checkpoint(
+def test_a_method_of_ones_own_reads_a_quantized_checkpoint(
     shard: Shard, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole or a rank's share, its weights are those of the floats, bit by bit; no layer and no model has changed."""

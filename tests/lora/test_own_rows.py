@@ -96,7 +96,7 @@ def test_logits_equal_those_of_a_model_with_these_rows(
     assert_close(logits_of(model, sequences, chunk_sizes=[5], adapters=[0, 2]), plain)
 
 
-def test_a_slot_forgets_rows_and_no_neighbour_sees_them(
+def test_a_slot_forgets_rows_and_no_neighbor_sees_them(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model, targets, slots = with_slots(tiny_model("llama"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters over checkpoints that are quantised already: they are added to what the files' numbers stand for."""
+"""Adapters over checkpoints that are quantized already: they are added to what the files' numbers stand for."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_adapters_of_all_names_are_one_series(metrics: Metrics) -> None:
         ]
 
 
-def test_replicas_are_labelled_and_their_adapters_are_one_series() -> None:
+def test_replicas_are_labeled_and_their_adapters_are_one_series() -> None:
     registry = CollectorRegistry()
     logger = PrometheusStatLogger("m", 100, registry=registry, first_engine=2, num_engines=2)
     for core, name in enumerate(("b", "a")):

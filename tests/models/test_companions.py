@@ -177,7 +177,7 @@ def test_a_part_that_is_stored_is_read_from_its_checkpoint(own: Callable[..., Pa
 
 def test_quantizing_names_the_checkpoint_to_quantize(apart: Path, tmp_path: Path) -> None:
     config = EngineConfig.from_args(model=str(apart), device="cpu")
-    with pytest.raises(ConfigError, match=f"is in {apart}/language: quantise that checkpoint"):
+    with pytest.raises(ConfigError, match=f"is in {apart}/language: quantize that checkpoint"):
         quantize_checkpoint(config, Recipe("rtn", IntegerGrid(8, 32)), tmp_path / "q")
 
 

@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_oracle(
     name: str, quantization: str | None, tiny_model: Callable[[str], Path]
 ) -> None:
     """Between them: tied table, also in int4, biases, windows, soft caps, learned positions, layer norms, norms of
-    heads of four kinds, linear biases, neighbours rotated, experts, latents, states of four kinds, integer weights."""
+    heads of four kinds, linear biases, neighbors rotated, experts, latents, states of four kinds, integer weights."""
     options = {"quantization": quantization, "quantization_config": {"head": "int4"} if quantization else {}}
     model = load_tiny(tiny_model(name), **options)
     assert attention_backends(model) == ["triton"]
@@ -111,7 +111,7 @@ def test_fp8_logits_are_near(tiny_model: Callable[[str], Path]) -> None:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the activations that were quantised in a pass of their own."""
+    """Shapes of the activations that were quantized in a pass of their own."""
     shapes: list[tuple[int, ...]] = []
 
     def quantize_rows(x: Tensor) -> QuantizedRows:

@@ -160,7 +160,7 @@ def test_models_have_the_bits_of_the_plain_way(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_layer_is_quantised_when_it_is_there(
+def test_a_layer_is_quantized_when_it_is_there(
     quantization: str, tiny_model: Callable[[str], Path], staged: Callable[..., tuple[CausalLM, LateStream]]
 ) -> None:
     model, _ = staged(tiny_model("qwen2"), 1000, quantization=quantization)

@@ -84,7 +84,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_batch(name: str, tiny_model: Cal
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_matrices_and_experts_are_quantised(quantization: str, tiny_model: Callable[[str], Path]) -> None:
+def test_matrices_and_experts_are_quantized(quantization: str, tiny_model: Callable[[str], Path]) -> None:
     args = {"quantization": quantization, "quantization_config": {"group_size": 32}}
     model = hosted(
         tiny_model("mixtral"), **args if quantization == "int4" else {"quantization": quantization}

@@ -193,7 +193,7 @@ def test_mistakes_are_reported_and_leave_no_files(
         with pytest.raises(ConfigError, match=match):
             quantized(**({"model": llama, "output": tmp_path / "q"} | wrong))
     done = quantized(llama, tmp_path / "done")
-    with pytest.raises(ConfigError, match="is quantised already"):
+    with pytest.raises(ConfigError, match="is quantized already"):
         quantized(done, tmp_path / "q")
 
     def full(*args: Any) -> None:

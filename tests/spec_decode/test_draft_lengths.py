@@ -94,7 +94,7 @@ def test_costs_are_learned_and_new_widths_tried() -> None:
 
 
 def test_a_prior_is_taken_until_steps_of_requests_are_seen() -> None:
-    """Then its shape alone counts: what takes twice as long as it was timed to makes its neighbours do so, too."""
+    """Then its shape alone counts: what takes twice as long as it was timed to makes its neighbors do so, too."""
     costs = StepCosts()
     costs.expect({1: 1.0, 9: 2.0, WIDEST + 1: 1.0})
     assert [width for width in range(20) if costs.is_known(width)] == [1, 9]

@@ -207,7 +207,7 @@ REFUSED = {
 
 # Flag in neither -> the suggestion.
 UNKNOWN = {
-    "--gpu-memory-utilisation 0.9": "--gpu-memory-utilization",
+    "--gpu-memory-utilizaton 0.9": "--gpu-memory-utilization",
     "--max-num-seq 4": "--max-num-seqs",
     "--enable-foo": None,
     "--enable-ssl": None,

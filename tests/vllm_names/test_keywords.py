@@ -80,11 +80,11 @@ def test_unknown_keyword_suggests_close_spelling_only() -> None:
     with pytest.raises(TypeError, match=r"'enable_sleep_mod'$"):
         EngineConfig.from_args(enable_sleep_mod=True)
     with pytest.raises(TypeError, match="did you mean 'gpu_memory_utilization'"):
-        EngineConfig.from_args(gpu_memory_utilisation=0.5)
+        EngineConfig.from_args(gpu_memory_utilizaton=0.5)
 
 
 def test_accepted_keyword_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    rows._told.clear()
+    rows._logged.clear()
     with caplog.at_level(logging.WARNING, "quire.vllm_names"):
         EngineConfig.from_args(trust_remote_code=True)
         EngineConfig.from_args(trust_remote_code=True)
@@ -261,7 +261,7 @@ def test_renamed_variables_are_set() -> None:
 
 
 def test_every_variable_of_vllm_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    rows._told.clear()
+    rows._logged.clear()
     names = [*ENVIRONMENT, "VLLM_OF_NOBODY"]
     with caplog.at_level(logging.WARNING, "quire.vllm_names"):
         adopt_environment(dict.fromkeys(names, "1"))

@@ -46,7 +46,7 @@ def member(regex: str | None, output: str = "", **options: Any) -> NewRequestDat
 
 
 class Bench:
-    """A sampler with some requests, of which every logit is 0 but that of one favourite token."""
+    """A sampler with some requests, of which every logit is 0 but that of one favorite token."""
 
     def __init__(self, members: list[NewRequestData], grammars: GrammarStore | None = None) -> None:
         self.batch = input_batch()
@@ -60,15 +60,15 @@ class Bench:
         self.sampler.add_request(row, one)
         return row
 
-    def sample(self, favourite: str | int, samples: Samples | None = None) -> SamplerOutput:
+    def sample(self, favorite: str | int, samples: Samples | None = None) -> SamplerOutput:
         samples = samples or next_samples(self.batch, self.rows)
         logits = torch.zeros(len(samples.rows), VOCAB)
-        logits[:, ord(favourite) if isinstance(favourite, str) else favourite] = 1.0
+        logits[:, ord(favorite) if isinstance(favorite, str) else favorite] = 1.0
         return self.sampler.sample(logits, self.sampler.stage(samples)).read()
 
-    def step(self, favourite: str | int) -> SamplerOutput:
+    def step(self, favorite: str | int) -> SamplerOutput:
         """Sample, and go on with what was sampled."""
-        output = self.sample(favourite)
+        output = self.sample(favorite)
         append_tokens(self.batch, self.rows, output.token_ids)
         return output
 
@@ -105,10 +105,10 @@ def test_ignore_eos_prevents_an_end_while_the_text_may_continue() -> None:
 def test_drafts_have_masks_of_their_own_and_leave_nothing_behind() -> None:
     bench = Bench([member("ab[cd]e")])
     (row,) = bench.rows.tolist()
-    for drafts, favourite, wanted in [(b"ab", "d", b"abd"), (b"abce", "x", b"abce"), (b"ax", "b", b"ab")]:
+    for drafts, favorite, wanted in [(b"ab", "d", b"abd"), (b"abce", "x", b"abce"), (b"ax", "b", b"ab")]:
         bench.batch.token_ids[row, 2 : 2 + len(drafts)] = list(drafts)
         columns = np.arange(2, 3 + len(drafts))
-        output = bench.sample(favourite, Samples(np.full(len(columns), row), columns))
+        output = bench.sample(favorite, Samples(np.full(len(columns), row), columns))
         assert output.failed == {}
         assert bytes(output.token_ids[: len(wanted)].tolist()) == wanted
         assert bench.sample("x").token_ids.tolist() == [ord("a")]

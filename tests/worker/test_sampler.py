@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler against the plain one, and what must hold of every row whatever its neighbours."""
+"""The sampler against the plain one, and what must hold of every row whatever its neighbors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lower_the_last(prompt_ids: list[int], output_ids: list[int], logits: torch.T
     return logits
 
 
-def favour_the_prompt(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+def favor_the_prompt(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     new = logits.clone()
     new[prompt_ids[0]] = logits[prompt_ids[0]] + len(output_ids)
     return new
@@ -67,7 +67,7 @@ sampling_params = st.builds(
     bad_words_token_ids=st.lists(st.lists(few_tokens, min_size=1, max_size=3), max_size=4),
     thinking_token_budget=st.none() | st.integers(0, 3),
     thinking_markers=st.builds(ThinkingMarkers, marker, marker, st.none() | st.booleans()),
-    logits_processors=st.lists(st.sampled_from([lower_the_last, favour_the_prompt]), max_size=1),
+    logits_processors=st.lists(st.sampled_from([lower_the_last, favor_the_prompt]), max_size=1),
 ) | st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 1.3]),
@@ -444,7 +444,7 @@ def test_a_reused_row_remembers_nothing(first: NewRequestData, second: NewReques
     ids=lambda strong: next(iter(strong)),
 )
 def test_every_setting_leaves_with_its_request(strong: dict[str, Any]) -> None:
-    """A neighbour keeps the feature at work, the row's next owner does not use it."""
+    """A neighbor keeps the feature at work, the row's next owner does not use it."""
     bench, logits = Bench([request([0], params(**strong))]), [[0.1 * token for token in range(VOCAB)]] * 2
     plain = [request([0], params(seed=seed)) for seed in range(20)]
     row = bench.add("strong", request([0], params(**strong)))
@@ -578,7 +578,7 @@ def test_extreme_repetition_penalty_makes_no_nan(penalty: float) -> None:
     assert 0 <= output.token_ids[0] < 5
 
 
-def test_infinite_favour_is_a_sure_choice() -> None:
+def test_infinite_favor_is_a_sure_choice() -> None:
     """3e38 divided by the least number there is."""
     members = [request([1], params(seed=seed, repetition_penalty=5e-324)) for seed in range(4)]
     assert Bench(members, 4).sample([[1.0, 3e38, 0.0, 2.0]] * 4).token_ids.tolist() == [1] * 4

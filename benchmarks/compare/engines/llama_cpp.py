@@ -42,7 +42,7 @@ class LlamaCpp:
     cases: ClassVar[Sequence[str]] = tuple(CASES)
     notes = (
         f"vendored in llama-cpp-python {VERSION}, cmake {' '.join(_CMAKE)}; prefill and B=1 by llama-bench (from an "
-        "empty context, without sampling), the others by llama-batched-bench (without sampling); quantised by "
+        "empty context, without sampling), the others by llama-batched-bench (without sampling); quantized by "
         "`llama-quantize --pure`, so the head is in the same format as everything else, but for Q4_K_M; KV cache f16, "
         "as by default."
     )
@@ -68,7 +68,7 @@ class LlamaCpp:
         if not full.exists():
             self.convert(checkpoint, full)
         if not self.model(precision).exists():
-            self.quantise(full, self.model(precision), precision)
+            self.quantize(full, self.model(precision), precision)
 
     def convert(self, checkpoint: Path, target: Path, *options: str) -> None:
         """Write a checkpoint as a file; `options` are those of `workers.gguf_file`."""
@@ -127,13 +127,13 @@ class LlamaCpp:
                 archive.extractall(self._folder, filter="data")
         return unpacked
 
-    def quantise(self, full: Path, target: Path, precision: str) -> None:
+    def quantize(self, full: Path, target: Path, precision: str) -> None:
         """Write a file's weights in a type; a file that is quantized already gives the numbers it stands for."""
         unfinished = target.with_suffix(".unfinished")
-        quantise = self.tool("llama-quantize")
+        quantize = self.tool("llama-quantize")
         options = ["--allow-requantize", *([] if precision in _MIXES else ["--pure"])]
         kind = precision.partition(",")[0]
-        processes.run([quantise, *options, full, unfinished, kind, str(NUM_THREADS)], SET_UP_LIMIT_S)
+        processes.run([quantize, *options, full, unfinished, kind, str(NUM_THREADS)], SET_UP_LIMIT_S)
         unfinished.rename(target)
 
     def _bench(self, cases: Iterable[Case], task: Task) -> list[str | Path]:

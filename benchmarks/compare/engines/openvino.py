@@ -36,8 +36,8 @@ class OpenVino(PythonEngine):
         unfinished = target.with_suffix(".unfinished")
         export = (self._environment.script("optimum-cli"), "export", "openvino", "--model", checkpoint)
         options = ("--task", "text-generation-with-past", "--weight-format", precision)
-        quantised = self._INT4 if precision == "int4" else ()
-        processes.run([*export, *options, *quantised, unfinished], SET_UP_LIMIT_S)
+        quantized = self._INT4 if precision == "int4" else ()
+        processes.run([*export, *options, *quantized, unfinished], SET_UP_LIMIT_S)
         unfinished.rename(target)
 
     def _install(self, environment: Environment) -> None:

@@ -44,7 +44,7 @@ class Quire(PythonEngine):
 
 
 class QuireFiles(Quire):
-    """The tree that this file belongs to, with files that are quantised already."""
+    """The tree that this file belongs to, with files that are quantized already."""
 
     name = "quire, files"
     precisions: ClassVar[Mapping[str, int]] = {

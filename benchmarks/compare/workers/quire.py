@@ -27,7 +27,7 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
 
 
 def load(model: Path, precision: str) -> worker.Generate:
-    """The checkpoint's own type, or weights quantised while they are loaded."""
+    """The checkpoint's own type, or weights quantized while they are loaded."""
     llm = LLM(
         str(model),
         **FORMATS[precision],

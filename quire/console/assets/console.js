@@ -1098,7 +1098,7 @@ function requestRow(row, isOpen) {
   const cached = row.num_cached_tokens ? `, ${count(row.num_cached_tokens)} cached` : "";
   const blocks = engine.cores.reduce((sum, core) => sum + (core.device.ids.get(row.request_id)?.length ?? 0), 0);
   return el("tr", { "data-id": row.request_id },
-    el("td", { class: "name", title: row.request_id }, swatch(requestColour(requestNumbers.of(row))), shortName(row.request_id)),
+    el("td", { class: "name", title: row.request_id }, swatch(requestColor(requestNumbers.of(row))), shortName(row.request_id)),
     el("td", {}, row.tenant || "–"), el("td", {}, el("span", { class: `state ${row.status}` }, row.status)),
     el("td", { class: "number" }, duration(row.age_s)),
     el("td", { title: `${count(row.num_computed_tokens)} tokens computed${cached}` }, el("span", { class: "progress" }, bar), count(row.num_prompt_tokens)),
@@ -1158,7 +1158,7 @@ function drawTimeline() {
   const shown = core.steps.filter((step) => step.ended_s > end - seconds);
   const x = (time) => left + (width - left - 8) * (1 - (end - time) / seconds);
   context.font = "12px system-ui, sans-serif";
-  LANES.forEach(([name, title, unit, colour], i) => {
+  LANES.forEach(([name, title, unit, color], i) => {
     const base = lane * (i + 1) - 6;
     const most = shown.reduce((high, step) => Math.max(high, laneValue(step, name)), 0);
     context.fillStyle = css("line");
@@ -1166,7 +1166,7 @@ function drawTimeline() {
     context.fillStyle = css("muted");
     context.fillText(title, 12, base - 15);
     if (most) context.fillText(`≤ ${count(Math.ceil(most))} ${unit}`, 12, base - 1);
-    context.fillStyle = css(colour);
+    context.fillStyle = css(color);
     for (const step of shown) {
       const value = laneValue(step, name);
       const tall = value ? Math.max(2, (lane - 12) * value / most) : 0;
@@ -1228,11 +1228,11 @@ function hsl(hue, saturation, light) {
 }
 
 const isDark = () => document.documentElement.dataset.theme === "dark";
-const requestColour = (number) => hsl((number * 137.508) % 360, 0.58, isDark() ? 0.62 : 0.5);
-const tenantColour = (tenant) => hsl([...(tenant || "–")].reduce((sum, char) => (sum * 31 + char.codePointAt(0)) % 9973, 7) * 137.508 % 360, 0.5, isDark() ? 0.62 : 0.48);
-function swatch(colour) {
+const requestColor = (number) => hsl((number * 137.508) % 360, 0.58, isDark() ? 0.62 : 0.5);
+const tenantColor = (tenant) => hsl([...(tenant || "–")].reduce((sum, char) => (sum * 31 + char.codePointAt(0)) % 9973, 7) * 137.508 % 360, 0.5, isDark() ? 0.62 : 0.48);
+function swatch(color) {
   const element = el("span", { class: "swatch" });
-  element.style.background = typeof colour === "string" ? colour : `rgb(${colour})`;
+  element.style.background = typeof color === "string" ? color : `rgb(${color})`;
   return element;
 }
 
@@ -1247,15 +1247,15 @@ function shownMoment() {
   return { ...one, age: (id) => one.changed[id] };
 }
 
-/** Function from a block to its colour, [r, g, b]. */
+/** Function from a block to its color, [r, g, b]. */
 function painter(moment, mode) {
   const free = rgb(css("free")), cached = rgb(css("cached")), held = rgb(css("held")), shared = rgb(css("shared")), empty = rgb(css("null"));
   const filling = mix(held, rgb(css("panel")), 0.4);
   const byState = (state) => (state & SHARED ? shared : state & HELD ? (state & CACHED ? held : filling) : state & CACHED ? cached : free);
-  const colours = new Map();
+  const colors = new Map();
   const ofOwner = (number) => {
-    if (!colours.has(number)) colours.set(number, mode === "tenant" ? tenantColour(requestNumbers.byNumber.get(number)?.tenant) : requestColour(number));
-    return colours.get(number);
+    if (!colors.has(number)) colors.set(number, mode === "tenant" ? tenantColor(requestNumbers.byNumber.get(number)?.tenant) : requestColor(number));
+    return colors.get(number);
   };
   return (id) => {
     const state = moment.states[id];
@@ -1281,8 +1281,8 @@ function layoutOf(holder, numBlocks) {
 function paint(holder, moment, mode) {
   const canvas = holder.querySelector("canvas"), layout = layoutOf(holder, moment.states.length);
   const { cell, columns, rows: numRows } = layout;
-  const small = new ImageData(columns, numRows), colour = painter(moment, mode);
-  for (let id = 0; id < moment.states.length; id++) small.data.set([...colour(id), 255], 4 * id);
+  const small = new ImageData(columns, numRows), color = painter(moment, mode);
+  for (let id = 0; id < moment.states.length; id++) small.data.set([...color(id), 255], 4 * id);
   const buffer = new OffscreenCanvas(columns, numRows);
   buffer.getContext("2d").putImageData(small, 0, 0);
   canvas.style.width = `${columns * cell}px`;
@@ -1314,7 +1314,7 @@ function drawMarks(context, moment, { cell, columns }) {
 }
 
 function showCache() {
-  const core = engine.core, mode = byId("colour").value, moment = shownMoment();
+  const core = engine.core, mode = byId("color").value, moment = shownMoment();
   paint(byId("device-map"), moment, mode);
   byId("host-part").hidden = core.host.states.length < 2;
   if (!byId("host-part").hidden) {
@@ -1346,9 +1346,9 @@ function showStore(store) {
 function showLegend(moment, mode) {
   let items;
   if (mode === "age") items = [["just changed", css("shared")], ["held for minutes", css("held")], ["cached for minutes", css("cached")], ["free", css("free")]];
-  else if (mode === "state") items = STATES.map(([name, colour, is]) => [`${name} ${count(moment.states.reduce((sum, state, id) => sum + Boolean(id && is(state)), 0))}`, name === "Held, being filled" ? mix(rgb(css(colour)), rgb(css("panel")), 0.4) : css(colour)]);
+  else if (mode === "state") items = STATES.map(([name, color, is]) => [`${name} ${count(moment.states.reduce((sum, state, id) => sum + Boolean(id && is(state)), 0))}`, name === "Held, being filled" ? mix(rgb(css(color)), rgb(css("panel")), 0.4) : css(color)]);
   else items = ownerItems(moment, mode);
-  byId("legend").replaceChildren(...items.map(([name, colour]) => el("span", {}, swatch(colour), name)));
+  byId("legend").replaceChildren(...items.map(([name, color]) => el("span", {}, swatch(color), name)));
 }
 
 function ownerItems(moment, mode) {
@@ -1357,11 +1357,11 @@ function ownerItems(moment, mode) {
     if (!number) return;
     const info = requestNumbers.byNumber.get(number);
     const name = mode === "tenant" ? info?.tenant || "no tenant" : shortName(info?.id ?? "");
-    const before = counts.get(name) ?? [0, mode === "tenant" ? tenantColour(info?.tenant) : requestColour(number)];
+    const before = counts.get(name) ?? [0, mode === "tenant" ? tenantColor(info?.tenant) : requestColor(number)];
     counts.set(name, [before[0] + 1, before[1]]);
   });
   const largest = [...counts].sort((a, b) => b[1][0] - a[1][0]).slice(0, 12);
-  return [...largest.map(([name, [number, colour]]) => [`${name} ${count(number)}`, colour]), ["cached", css("cached")], ["free", css("free")]];
+  return [...largest.map(([name, [number, color]]) => [`${name} ${count(number)}`, color]), ["cached", css("cached")], ["free", css("free")]];
 }
 
 function showReplay() {
@@ -1656,7 +1656,7 @@ function listenToChat() {
 
 function listenToEngine() {
   const again = () => { if (engine.core?.frame) SHOWS[shownPage]?.(); };
-  for (const id of ["colour", "cell", "window", "core"]) byId(id).addEventListener("change", again);
+  for (const id of ["color", "cell", "window", "core"]) byId(id).addEventListener("change", again);
   byId("timeline").addEventListener("pointermove", timelineTip);
   byId("timeline").addEventListener("pointerleave", hideTip);
   for (const holder of [byId("device-map"), byId("host-map")]) {

@@ -40,7 +40,7 @@ DOCUMENT = FieldRules(
     inner={"source": FieldRules(frozenset({"type", "data", "media_type", "url"})), "content": TEXT},
 )
 BLOCK = FieldRules(
-    DOCUMENT.honoured | {"thinking", "id", "name", "input", "tool_use_id"},
+    DOCUMENT.honored | {"thinking", "id", "name", "input", "tool_use_id"},
     inner={**DOCUMENT.inner, "content": DOCUMENT},
 )
 MESSAGE = FieldRules(frozenset({"role", "content"}), inner={"content": BLOCK}, empty=frozenset({"content"}))

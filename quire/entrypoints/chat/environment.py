@@ -6,7 +6,7 @@ no mutation of its inputs, ranges of at most 100 000. Every operation that multi
 `RenderBudget` first, so no huge text is built and no single call blocks the interpreter for long. So every template
 ends, and in an interrupted `RenderingThread` it ends at its next operation: every loop iteration, call and operator
 asks the budget, as does each item that a filter or test is mapped over. Within the budget, filters behave like Jinja's
-and Python's; names and behaviour are those that Hugging Face's templates expect.
+and Python's; names and behavior are those that Hugging Face's templates expect.
 """
 
 from __future__ import annotations

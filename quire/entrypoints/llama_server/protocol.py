@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """llama-server's requests and replies; UNSET fields are omitted.
 
-Invariant: every option of llama-server's /completion is a field here. It is honoured, has no effect on the answer
+Invariant: every option of llama-server's /completion is a field here. It is honored, has no effect on the answer
 (`WITHOUT_EFFECT`), or is rejected unless it is neutral (`REJECTED`).
 """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quire.entrypoints.openai.field_rules import SAMPLERS as REFUSED_SAMPLERS
+from quire.entrypoints.openai.field_rules import REFUSED_SAMPLERS
 from quire.entrypoints.openai.protocol.requests import SAMPLERS
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, optional
 from quire.entrypoints.openai.sampling import OTHER_SAMPLER_NAMES

@@ -47,7 +47,7 @@ class FieldRules:
     `empty` names fields in which null is a value and not an absent field.
     """
 
-    honoured: frozenset[str]
+    honored: frozenset[str]
     refused: Mapping[str, RejectedField] = field(default_factory=dict)
     inner: Mapping[str, FieldRules] = field(default_factory=dict)
     empty: frozenset[str] = frozenset()
@@ -110,7 +110,7 @@ def unsupported_sampler(*neutral: Any) -> RejectedField:
     return RejectedField(neutral, f"is not supported; samplers here are {there}")
 
 
-SAMPLERS: Mapping[str, RejectedField] = {
+REFUSED_SAMPLERS: Mapping[str, RejectedField] = {
     "adaptive_target": unsupported_sampler(-1, 0),
     "bad_words_ids": renamed_to("bad_words", []),
     "forced_bos_token_id": unsupported_sampler(),
@@ -249,4 +249,4 @@ def refusals(*, samples: bool) -> Mapping[str, RejectedField]:
     return _REFUSED_WHERE_SAMPLED if samples else REFUSED
 
 
-_REFUSED_WHERE_SAMPLED = {**REFUSED, **SAMPLERS}
+_REFUSED_WHERE_SAMPLED = {**REFUSED, **REFUSED_SAMPLERS}

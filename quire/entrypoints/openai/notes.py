@@ -38,18 +38,18 @@ class RequestNotes:
         self._others: set[str] = set()
         self.adjusted: dict[str, Adjusted] = {}
 
-    def ignore(self, field: str, honoured: Iterable[str] = ()) -> None:
+    def ignore(self, field: str, honored: Iterable[str] = ()) -> None:
         """Record a field without effect. Members of a list share one name with `[]`.
 
         Args:
-            honoured: supported field names, for a suggestion.
+            honored: supported field names, for a suggestion.
 
         Raises:
             ValidationError: such fields are rejected.
         """
         field = _shortened(self.names.get(field, field))
         if self._reject:
-            raise _unknown(field, honoured)
+            raise _unknown(field, honored)
         if field in self._named:
             return
         if len(self._named) < MAX_NOTES:
@@ -94,7 +94,7 @@ def _shortened(field: str) -> str:
     return field if len(field) <= MAX_NAME_CHARS else field[: MAX_NAME_CHARS - 3] + "..."
 
 
-def _unknown(field: str, honoured: Iterable[str]) -> ValidationError:
-    near = difflib.get_close_matches(field.rpartition(".")[2], honoured, n=1)
+def _unknown(field: str, honored: Iterable[str]) -> ValidationError:
+    near = difflib.get_close_matches(field.rpartition(".")[2], honored, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return ValidationError(f"unknown field {field!r}{hint}", param=field)

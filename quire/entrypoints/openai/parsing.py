@@ -45,7 +45,7 @@ Model = TypeVar("Model", bound=RequestModel)
 
 def filter_fields(
     body: Mapping[str, Any],
-    honoured: Iterable[str],
+    honored: Iterable[str],
     notes: RequestNotes,
     inner: Mapping[str, FieldRules] = INNER,
     *,
@@ -62,7 +62,7 @@ def filter_fields(
     Raises:
         ValidationError: names the unsupported field.
     """
-    return _filter(body, FieldRules(frozenset(honoured), refusals(samples=samples), inner), notes, "")
+    return _filter(body, FieldRules(frozenset(honored), refusals(samples=samples), inner), notes, "")
 
 
 def _filter(body: Mapping[str, Any], rules: FieldRules, notes: RequestNotes, path: str) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def _filter(body: Mapping[str, Any], rules: FieldRules, notes: RequestNotes, pat
     for name, value in body.items():
         if value is None and name not in rules.empty:
             continue
-        if name not in rules.honoured:
-            _reject_or_note(path + name, value, rules.refused.get(name), notes, rules.honoured)
+        if name not in rules.honored:
+            _reject_or_note(path + name, value, rules.refused.get(name), notes, rules.honored)
         elif name in rules.inner:
             kept[name] = _filter_inner(value, rules.inner[name], notes, path + name)
         else:
@@ -89,10 +89,10 @@ def _filter_inner(value: Any, rules: FieldRules, notes: RequestNotes, path: str)
 
 
 def _reject_or_note(
-    path: str, value: Any, rule: RejectedField | None, notes: RequestNotes, honoured: Iterable[str]
+    path: str, value: Any, rule: RejectedField | None, notes: RequestNotes, honored: Iterable[str]
 ) -> None:
     if rule is None:
-        notes.ignore(path, honoured)
+        notes.ignore(path, honored)
     else:
         rule.check(path, value)
 

@@ -106,7 +106,7 @@ class Format:
 
     kind: ClassVar[str]
     together: ClassVar[int] = 1
-    """Neighbouring activations whose magnitudes share a range of 8 bits in the fast mode; 0: all 8 bits span the range
+    """Neighboring activations whose magnitudes share a range of 8 bits in the fast mode; 0: all 8 bits span the range
     of the chunk's values and 0."""
 
     def code(self, dtype: torch.dtype) -> int:

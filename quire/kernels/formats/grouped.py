@@ -3,7 +3,7 @@
 
 A word of 32 bits has eight codes of an output. A step of 256 k of an output is 32 adjacent words, one cache line; 16
 bytes of them are 32 codes. The k of a step are eight consecutive planes of 32, and a word has one code of each. So one
-shift of 32 neighbouring words yields the codes of 32 neighbouring k, and no lane needs another lane's words. Plane p
+shift of 32 neighboring words yields the codes of 32 neighboring k, and no lane needs another lane's words. Plane p
 starts at bit 4 * (p // 2) + 16 * (p % 2): two planes align with the 16-bit halves of a word.
 """
 

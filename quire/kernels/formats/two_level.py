@@ -79,15 +79,15 @@ def two_level(rows: Tensor, group: int) -> Numbers:
     padded = F.pad(rows.float(), (0, count * BLOCK - rows.shape[1]))
     groups = padded.view(len(rows), count, BLOCK // group, group)
     lines = best_lines(groups)
-    scales, factors, steps = _levelled(lines.scales)
+    scales, factors, steps = _leveled(lines.scales)
     kept = Lines(scales, lines.minimums)
-    minimums, offsets, offset_steps = _levelled(_sums(groups, weights_of(groups), kept).minimums(scales))
+    minimums, offsets, offset_steps = _leveled(_sums(groups, weights_of(groups), kept).minimums(scales))
     codes = Lines(scales, minimums).codes(groups)
     misfits = _misfits(groups, steps, offset_steps)
     if not misfits.any():
         coded = codes.to(torch.uint8).flatten(1)[:, : rows.shape[1]]
         return Numbers(coded, BlockScales(factors, steps), BlockScales(offsets, offset_steps))
-    exact, exact_codes = _unlevelled(groups)
+    exact, exact_codes = _unleveled(groups)
     codes = torch.where(misfits[..., None, None], exact_codes, codes)
     wide = exact.chosen(Lines(scales, minimums), ~misfits.unsqueeze(-1))
     num_groups = -(-rows.shape[1] // group)
@@ -150,7 +150,7 @@ def _misfits(groups: Tensor, steps: Tensor, offset_steps: Tensor) -> Tensor:
     return (varies & (steps < LEAST_STEP)) | ~steps.isfinite() | ~offset_steps.isfinite()
 
 
-def _unlevelled(groups: Tensor) -> tuple[Lines, Tensor]:
+def _unleveled(groups: Tensor) -> tuple[Lines, Tensor]:
     """Return the best lines of groups, and their codes, for any magnitude that float32 has."""
     exponents = torch.frexp(groups.abs().amax(-1)).exponent.clamp(-126, 126)
     usual = torch.ldexp(groups, -exponents.unsqueeze(-1))
@@ -158,7 +158,7 @@ def _unlevelled(groups: Tensor) -> tuple[Lines, Tensor]:
     return Lines(*(torch.ldexp(part, exponents) for part in lines)), lines.codes(usual)
 
 
-def _levelled(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _leveled(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return [N, B, G] as multiples of a step of each block: their values, int8 factors [N, B * G], steps [N, B]."""
     steps = finite_or_nan((numbers.abs().amax(-1) / _MOST_FACTOR).half())
     wide = steps.float().unsqueeze(-1)

@@ -211,9 +211,9 @@ def _layer_norm(
     inside = column < n
     start = row // inner * outer_stride + row % inner * inner_stride
     value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-    centred = tl.where(inside, value - tl.sum(value) / n, 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(centred * centred) / n + eps)
-    result = centred * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    centered = tl.where(inside, value - tl.sum(value) / n, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centered * centered) / n + eps)
+    result = centered * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * n + column, result, mask=inside)

@@ -113,7 +113,7 @@ def _count(counts, token_rows, row_stride, places, n, TILE: tl.constexpr):
 
 
 @triton.jit
-def _penalise(logits, counts, token_rows, row_stride, places, factors, n, TILE: tl.constexpr):
+def _penalize(logits, counts, token_rows, row_stride, places, factors, n, TILE: tl.constexpr):
     entry, token, inside, _ = _tokens(token_rows, row_stride, places, n, TILE)
     count = tl.atomic_xchg(counts + entry, tl.zeros([TILE], tl.int32), mask=inside, sem="relaxed")
     is_first = inside & (count != 0)
@@ -127,15 +127,15 @@ def _penalise(logits, counts, token_rows, row_stride, places, factors, n, TILE: 
     tl.store(place, tl.minimum(value, MAX_LOGIT).to(tl.float32), mask=is_first)
 
 
-def penalise_rows(logits: Tensor, token_rows: Tensor, places: Tensor, factors: Tensor, longest: int) -> None:
-    """See `ops.penalise_rows`; places come from the sampler and are not checked."""
+def penalize_rows(logits: Tensor, token_rows: Tensor, places: Tensor, factors: Tensor, longest: int) -> None:
+    """See `ops.penalize_rows`; places come from the sampler and are not checked."""
     if not len(places) or not longest:
         return
     n, grid = logits.shape[1], (len(places), triton.cdiv(longest, PENALTIES_TILE))
     counts = torch.zeros(len(places), n, dtype=torch.int32, device=logits.device)
     rows = (token_rows, token_rows.stride(0), places)
     _count[grid](counts, *rows, n, TILE=PENALTIES_TILE)
-    _penalise[grid](logits, counts, *rows, factors, n, TILE=PENALTIES_TILE)
+    _penalize[grid](logits, counts, *rows, factors, n, TILE=PENALTIES_TILE)
 
 
 PIECE = 4096

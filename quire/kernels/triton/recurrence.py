@@ -67,9 +67,9 @@ def _rwkv7(
             state * decay[:, None] - (unit * rate)[:, None] * known[None, :] + key[:, None] * value[None, :]
         )
         said = tl.sum(asked[:, None] * state, 0)
-        centred = tl.where(used, said - tl.sum(said) / size, 0.0)
-        scale = 1.0 / tl.sqrt(tl.sum(centred * centred) / size + eps)
-        result = centred * scale * weight + bias + tl.sum(asked * key * bonus_of) * value
+        centered = tl.where(used, said - tl.sum(said) / size, 0.0)
+        scale = 1.0 / tl.sqrt(tl.sum(centered * centered) / size + eps)
+        result = centered * scale * weight + bias + tl.sum(asked * key * bonus_of) * value
         tl.store(out + at * channels + channel, result.to(out.dtype.element_ty), mask=used)
         target = left_in(table, before + step + 1, end, num_blocks, PAGE)
         if target > 0:

@@ -262,7 +262,7 @@ class SegmentFile:
         return len(used)
 
     def flush(self) -> None:
-        """Write changed records, neighbours at once.
+        """Write changed records, neighbors at once.
 
         Raises:
             OSError: the disk refuses it; what was not written stays changed.
@@ -386,7 +386,7 @@ def _read_header(fd: int, digest: str) -> tuple[SegmentLayout, int]:
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield first and last + 1 of each run of neighbours among ascending numbers."""
+    """Yield first and last + 1 of each run of neighbors among ascending numbers."""
     start = 0
     for index in range(1, len(slots) + 1):
         if index == len(slots) or slots[index] != slots[index - 1] + 1:

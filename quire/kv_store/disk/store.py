@@ -25,7 +25,7 @@ from quire.kv_store.disk.segment import DamagedSegmentError, SegmentFile, Segmen
 from quire.kv_store.row_store import Row, RowStoreError, RowStoreStats
 
 logger = logging.getLogger(__name__)
-SLOTS = 1 << 32  # A place is segment number * SLOTS + slot, so neighbouring slots are neighbouring places.
+SLOTS = 1 << 32  # A place is segment number * SLOTS + slot, so neighboring slots are neighboring places.
 
 
 class DiskStore(ABC):

@@ -27,7 +27,7 @@ from quire.layers.quantized.integers import (
 
 @dataclass(frozen=True)
 class Gptq(Codec):
-    """Integers of 2, 3, 4 or 8 bits; a word holds those of neighbouring inputs.
+    """Integers of 2, 3, 4 or 8 bits; a word holds those of neighboring inputs.
 
     qweight int32 [K * bits / 32, N]; qzeros int32 [G, N * bits / 32], with zero points minus one in the first version;
     scales [G, N]; g_idx int32 [K], the group of each input, in any order if `reordered`.
@@ -85,7 +85,7 @@ class Gptq(Codec):
 
 
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position in a word of the integer of each of eight neighbouring outputs."""
+"""Position in a word of the integer of each of eight neighboring outputs."""
 
 
 @dataclass(frozen=True)

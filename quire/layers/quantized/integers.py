@@ -78,7 +78,7 @@ class Int8Codec(Codec):
 
 @dataclass(frozen=True)
 class PackedIntegers(Codec):
-    """Integers of `bits` bits, offset by half their range; a word holds those of neighbouring inputs.
+    """Integers of `bits` bits, offset by half their range; a word holds those of neighboring inputs.
 
     weight_packed int32 [N, K * bits / 32]; weight_scale [N, G]; weight_zero_point int32 [N * bits / 32, G], with the
     same offset, unless `symmetric`; weight_g_idx int32 [K], the group of each input, if `reordered`.
@@ -138,9 +138,9 @@ def unsigned(bits: int, group: int, data: Tensor, scales: Tensor, zeros: Tensor 
     if zeros is not None:
         return Coded.of(kind_of(bits), group, data, scales, zeros)
     middle, half = (INT8_ZERO, 1 << (bits - 1)) if bits > 4 else (INT4_ZERO, 1 << (bits - 1))
-    centred = data + (middle - half)
+    centered = data + (middle - half)
     return Coded.of(
-        kind_of(bits), group, (centred ^ INT8_ZERO).view(torch.int8) if bits > 4 else centred, scales
+        kind_of(bits), group, (centered ^ INT8_ZERO).view(torch.int8) if bits > 4 else centered, scales
     )
 
 

@@ -272,7 +272,7 @@ def read_nanochat(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def read_ernie(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
-    """ERNIE 4.5: pairs of neighbouring dimensions are rotated."""
+    """ERNIE 4.5: pairs of neighboring dimensions are rotated."""
     heads = config.integer("num_attention_heads")
     head_dim = read_head_dim(config, heads, 128)
     return read_llama(
@@ -288,7 +288,7 @@ def read_ernie(architecture: str, config: JsonObject, **fields: Any) -> ModelArc
 
 
 def read_helium(architecture: str, config: JsonObject) -> ModelArch:
-    """Helium: pairs of neighbouring dimensions are rotated; the output projection never has a bias."""
+    """Helium: pairs of neighboring dimensions are rotated; the output projection never has a bias."""
     head_dim = read_head_dim(config, config.integer("num_attention_heads"), 128)
     return read_llama(
         architecture,

@@ -84,7 +84,7 @@ class _Encoder:
 
     @property
     def pixels(self) -> dict[str, Any]:
-        """Mean and deviation of the colours."""
+        """Mean and deviation of the colors."""
         return {key: list(self.own.numbers(key)) for key in ("image_mean", "image_std") if key in self.own}
 
     def mlp(self, first: str, second: str) -> dict[str, str]:

@@ -111,11 +111,11 @@ class _DryRow(NamedTuple):
         repeated = np.minimum(within, limit)
         is_long = repeated >= allowed
         followers, longest = _longest_by_token(window[1:][is_long], repeated[is_long])
-        is_penalised = ~self.is_single[followers]
-        exponents = longest[is_penalised] - allowed
+        is_penalized = ~self.is_single[followers]
+        exponents = longest[is_penalized] - allowed
         if params.dry_base > 1.000001:
             exponents = np.minimum(exponents, int(_MAX_LOG / math.log(params.dry_base)))
-        return followers[is_penalised], params.dry_multiplier * params.dry_base ** exponents.astype(
+        return followers[is_penalized], params.dry_multiplier * params.dry_base ** exponents.astype(
             np.float64
         )
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repetition, frequency and presence penalties.
 
-Where the device has the tokens, it counts them in every step (`ops.penalise_rows`), so the host need not read samples.
+Where the device has the tokens, it counts them in every step (`ops.penalize_rows`), so the host need not read samples.
 Persistent counts would have to be undone after rejected drafts and save little: counting a token takes two atomic
 operations on 4 bytes, while attention reads 131,072 bytes of an 8B model's cache for it. Clearing a table for 256 rows
 of 152,000 tokens is 156 MB, 50 us at 3 TB/s in a step of 12 ms; a persistent table would be read whole, which is as
 much.
 
 Where the host has them, each row's distinct tokens and counts are kept, so a step costs the number of distinct tokens
-of penalised rows, never the vocabulary.
+of penalized rows, never the vocabulary.
 
 Repetition: N. Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and presence: OpenAI's
 definition, over the output alone.
@@ -52,7 +52,7 @@ def _factors(params: SamplingParams) -> tuple[float, float, float]:
 
 
 class StagedPlaces(NamedTuple):
-    """Arguments of `ops.penalise_rows` besides the logits and the tokens."""
+    """Arguments of `ops.penalize_rows` besides the logits and the tokens."""
 
     places: Tensor
     factors: Tensor
@@ -74,11 +74,11 @@ class DevicePenalties(Penalties[StagedPlaces]):
         )
 
     def apply(self, logits: Tensor, staged: StagedPlaces) -> None:
-        ops.penalise_rows(logits, self._tokens, *staged)
+        ops.penalize_rows(logits, self._tokens, *staged)
 
 
 class StagedPenalties(NamedTuple):
-    """One entry per distinct token before each penalised sample."""
+    """One entry per distinct token before each penalized sample."""
 
     flat: Tensor
     """[M] index into the flattened logits."""

@@ -22,17 +22,17 @@ class SampleKind(NamedTuple):
     """True if some row samples randomly."""
     is_limited: bool
     """True if some row has min_p, top_k or top_p."""
-    is_penalised: bool
+    is_penalized: bool
     """True if some row has penalties."""
 
     @classmethod
     def of(cls, staged: StagedRows) -> SampleKind | None:
         """Return the kind of staged rows; None: they vary too much to be captured."""
-        penalised = [isinstance(feature, DevicePenalties) for feature, _ in staged.features]
-        if staged.logprobs is not None or not all(penalised):
+        penalized = [isinstance(feature, DevicePenalties) for feature, _ in staged.features]
+        if staged.logprobs is not None or not all(penalized):
             return None
         draw = staged.draw
-        return cls(draw is not None, draw is not None and any(draw.limits), bool(penalised))
+        return cls(draw is not None, draw is not None and any(draw.limits), bool(penalized))
 
     @property
     def is_plain(self) -> bool:
@@ -43,8 +43,8 @@ class SampleKind(NamedTuple):
 _PLAIN = SampleKind(False, False, False)
 
 KINDS = tuple(
-    SampleKind(is_random, is_limited, is_penalised)
-    for is_penalised in (True, False)
+    SampleKind(is_random, is_limited, is_penalized)
+    for is_penalized in (True, False)
     for is_random, is_limited in ((True, True), (True, False), (False, False))
 )
 """All kinds, the largest in memory first."""
@@ -94,7 +94,7 @@ class SettingsBuffer:
     @property
     def kinds(self) -> tuple[SampleKind, ...]:
         """Kinds that can occur."""
-        return tuple(kind for kind in KINDS if self._penalties is not None or not kind.is_penalised)
+        return tuple(kind for kind in KINDS if self._penalties is not None or not kind.is_penalized)
 
     def place(self, size: int, staged: StagedRows) -> None:
         """Write staged settings to where graphs of `size` samples read them."""
@@ -119,7 +119,7 @@ class SettingsBuffer:
             limits = ANY_LIMITS if kind.is_limited else NO_LIMITS
             draw = StagedDraw(numbers.settings, numbers.keys, limits)
         features: list[tuple[LogitsFeature[Any], Any]] = []
-        if kind.is_penalised and self._penalties is not None:
+        if kind.is_penalized and self._penalties is not None:
             places = StagedPlaces(numbers.places, numbers.factors, self._longest)
             features.append((self._penalties, places))
         return StagedRows(features, draw, None)

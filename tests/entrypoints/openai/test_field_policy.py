@@ -143,7 +143,7 @@ async def test_a_suffix_is_refused_with_a_reason(client: httpx.AsyncClient) -> N
     assert "fill-in-the-middle" in response.json()["error"]["message"]
 
 
-async def test_field_read_by_the_template_is_honoured_unreported() -> None:
+async def test_field_read_by_the_template_is_honored_unreported() -> None:
     source = TEMPLATE.replace(
         "message.role", "message.role ~ (message.name or '') ~ (reasoning_effort or '')"
     )
@@ -217,7 +217,7 @@ def test_ignored_fields_beyond_the_limit_are_counted(num_more: int, told: list[s
 @pytest.mark.item(11)
 @settings(derandomize=True, deadline=None, max_examples=150, database=None)
 @given(body=st.dictionaries(names, values, max_size=5))
-def test_every_field_is_honoured_reported_or_refused(body: dict[str, Any]) -> None:
+def test_every_field_is_honored_reported_or_refused(body: dict[str, Any]) -> None:
     notes = RequestNotes()
     try:
         kept = filter_fields(body, ChatCompletionRequest.model_fields, notes)

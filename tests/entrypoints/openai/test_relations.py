@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from quire.entrypoints.openai.openapi.limits import _digits_below
+from quire.entrypoints.openai.protocol.relations import NOT_IN_SEARCHES
+from quire.entrypoints.openai.protocol.requests import SAMPLERS
 from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.relations import is_relation
 from tests.entrypoints.openai.serving import client_for
@@ -119,6 +121,14 @@ async def test_field_combinations_are_accepted_as_documented(path: str) -> None:
             assert taken or not fits or is_relation(response.text, body), f"{body}: {response.text}"
             outcomes.add((fits, taken))
     assert {(True, True), (False, False)} <= outcomes
+
+
+def test_samplers_are_refused_in_a_search_or_settings_of_one() -> None:
+    settings = {
+        "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
+        "mirostat_eta", "mirostat_tau", "penalty_last_n", "repeat_last_n", "seed", "xtc_threshold",
+    }  # fmt: skip
+    assert set(SAMPLERS) - NOT_IN_SEARCHES.keys() == settings
 
 
 def test_a_suffix_is_for_models_that_fill_in(monkeypatch: pytest.MonkeyPatch) -> None:

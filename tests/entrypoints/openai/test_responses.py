@@ -106,7 +106,7 @@ async def test_prompt_is_the_same_through_every_api(client: httpx.AsyncClient, e
     assert await prompt_of(client, engine, PATH, body) == chat
 
 
-async def test_settings_are_honoured_and_sent_back(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_settings_are_honored_and_sent_back(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     answer = await ask(
         client, max_output_tokens=3, temperature=0.5, top_p=0.9, seed=7, metadata={"a": "b"}, store=False
     )

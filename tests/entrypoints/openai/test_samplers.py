@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.entrypoints.openai.field_rules import SAMPLERS as REFUSED
+from quire.entrypoints.openai.field_rules import REFUSED_SAMPLERS as REFUSED
 from quire.entrypoints.openai.notes import RequestNotes
 from quire.entrypoints.openai.parsing import filter_fields
 from quire.entrypoints.openai.protocol.requests import SAMPLERS, ChatCompletionRequest, CompletionRequest
@@ -105,9 +105,9 @@ async def test_values_out_of_range_are_a_400_that_names_them(api: str, client: h
 
 @pytest.mark.parametrize("api", APIS)
 async def test_unknown_samplers_are_refused_by_name(api: str, client: httpx.AsyncClient) -> None:
-    honoured = {"chat": ChatCompletionRequest, "completions": CompletionRequest}.get(api)
+    honored = {"chat": ChatCompletionRequest, "completions": CompletionRequest}.get(api)
     known = {"stop_token_ids", "stop"} | ({"num_predict"} if api == "ollama" else set())
-    known |= set(SAMPLERS) | set(() if honoured is None else honoured.model_fields)
+    known |= set(SAMPLERS) | set(() if honored is None else honored.model_fields)
     for name in sorted(REFUSED.keys() - known):
         response = await post(client, api, {name: 0.123})
         assert response.status_code == 400, (name, response.text)

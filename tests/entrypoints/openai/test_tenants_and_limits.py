@@ -51,7 +51,7 @@ async def test_a_tenant_has_a_name_of_bounded_length() -> None:
 
 @ROUTES
 @pytest.mark.parametrize("policy", ["fcfs", "fair", "priority"])
-async def test_priority_is_honoured_or_refused(path: str, body: dict[str, Any], policy: str) -> None:
+async def test_priority_is_honored_or_refused(path: str, body: dict[str, Any], policy: str) -> None:
     async with client_for(FakeEngine(scheduling_policy=policy)) as client:
         response = await client.post(path, json={**body, "priority": -3})
     if policy == "priority":

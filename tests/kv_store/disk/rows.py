@@ -26,7 +26,7 @@ def content_of(number: int, size: int = ROW_BYTES) -> bytes:
 
 
 def row_of(content: bytes, pieces: int = 3) -> list[memoryview]:
-    """A row of parts that are no neighbours in memory."""
+    """A row of parts that are no neighbors in memory."""
     size = len(content) // pieces
     return [memoryview(bytearray(content[at : at + size])) for at in range(0, len(content), size)]
 

@@ -106,7 +106,7 @@ def test_every_way_to_cut_words_keeps_the_text(pre: str, tmp_path: Path) -> None
 
 
 def merged_by_score(text: str, tokens: dict[str, int], scores: list[float]) -> list[int]:
-    """SentencePiece's way, said plainly: the best piece that two neighbours make, the leftmost of the best first."""
+    """SentencePiece's way, said plainly: the best piece that two neighbors make, the leftmost of the best first."""
     pieces = list(text)
     while True:
         made = [(scores[tokens[a + b]], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in tokens]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a tiny model with quantised linear layers, and the floats that they stand for beside it."""
+"""Writes a tiny model with quantized linear layers, and the floats that they stand for beside it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDS = [[1, 17, 50, 3, 99, 120, 7, 7, 31]]
 def write(
     source: Path, directory: Path, config: dict[str, Any], writer: Writer, only: Callable[[str], bool]
 ) -> tuple[Path, Path]:
-    """The checkpoint of `source` with the linear layers that `only` takes by name quantised, and with their floats."""
+    """The checkpoint of `source` with the linear layers that `only` takes by name quantized, and with their floats."""
     random = torch.Generator().manual_seed(0)
     quantized, floats = load_file(source / SINGLE_NAME), load_file(source / SINGLE_NAME)
     matrices = [name for name, tensor in floats.items() if tensor.dim() == 2 and "embed" not in name]

@@ -37,7 +37,7 @@ FORMS: dict[str, tuple[dict[str, Any], Writer | None, str]] = {
 
 
 def write(source: Path, directory: Path, config: dict[str, Any], writer: Writer | None) -> tuple[Path, Path]:
-    """The model in lists, quantised, and as transformers has it, with the floats that these stand for."""
+    """The model in lists, quantized, and as transformers has it, with the floats that these stand for."""
     random = torch.Generator().manual_seed(0)
     floats = load_file(source / SINGLE_NAME)
     listed: dict[str, Tensor] = {}

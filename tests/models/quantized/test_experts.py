@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that are quantised: a layer's in one tensor, or one by one though the family has them in one."""
+"""Experts that are quantized: a layer's in one tensor, or one by one though the family has them in one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def directories(tmp_path: Path) -> tuple[Path, Path]:
 def save(
     source: Path, config: dict[str, Any], pairs: list[tuple[Path, dict[str, Tensor]]]
 ) -> tuple[Path, ...]:
-    """The quantised tensors, with what the config says of them, and the floats."""
+    """The quantized tensors, with what the config says of them, and the floats."""
     says = json.loads((source / "config.json").read_text())
     for (directory, tensors), more in zip(pairs, ({"quantization_config": config}, {}), strict=True):
         (directory / "config.json").write_text(json.dumps(says | more))

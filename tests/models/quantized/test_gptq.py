@@ -200,7 +200,7 @@ def test_modules_may_differ_and_be_floats(llama: Path, tmp_path: Path) -> None:
     same(*map(load_tiny, paths))
 
 
-def test_a_head_may_be_quantised(llama: Path, tmp_path: Path) -> None:
+def test_a_head_may_be_quantized(llama: Path, tmp_path: Path) -> None:
     writer = Writer(4, 128)
     paths = write(llama, tmp_path, writer.config(lm_head=True), writer, lambda name: True)
     same(*map(load_tiny, paths))

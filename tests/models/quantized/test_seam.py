@@ -223,7 +223,7 @@ def test_torchao_may_say_it_by_names(key: str, llama: Path, tmp_path: Path) -> N
     same(*map(load_tiny, paths), tolerance=1e-6)
 
 
-def test_keys_and_values_may_be_all_that_is_quantised(llama: Path) -> None:
+def test_keys_and_values_may_be_all_that_is_quantized(llama: Path) -> None:
     """As ModelOpt writes it: no algorithm for weights."""
     config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
     found = read_hf_config(llama, {"quantization_config": config}).quantization

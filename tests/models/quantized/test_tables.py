@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of tokens that are quantised: they are looked up as the floats that their numbers stand for."""
+"""Tables of tokens that are quantized: they are looked up as the floats that their numbers stand for."""
 
 from __future__ import annotations
 

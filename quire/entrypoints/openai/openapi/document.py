@@ -72,7 +72,7 @@ class ErrorStatus:
 
 
 STATUSES = {
-    400: ErrorStatus("A field has a value that cannot be honoured, or the body or its form is wrong."),
+    400: ErrorStatus("A field has a value that cannot be honored, or the body or its form is wrong."),
     401: ErrorStatus("The key is missing or wrong.", ("www-authenticate",)),
     403: ErrorStatus("The operator does not allow this."),
     404: ErrorStatus("The server does not know what is named."),

@@ -38,7 +38,7 @@ class RequestModel(BaseModel):
 
     # Unsupported fields are filtered before; the published schema allows any field.
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"additionalProperties": True})
-    # Whether it generates text, so that unsupported samplers are rejected (`field_rules.SAMPLERS`).
+    # Whether it generates text, so that unsupported samplers are rejected (`field_rules.REFUSED_SAMPLERS`).
     samples: ClassVar[bool] = False
     # Rules of objects in the request, if they differ from chat's.
     inner: ClassVar[Mapping[str, Any] | None] = None

@@ -38,7 +38,7 @@ def read(
     *,
     was_cut: bool = False,
 ) -> list[Event]:
-    """Read an answer in pieces and return its events, with neighbouring texts joined."""
+    """Read an answer in pieces and return its events, with neighboring texts joined."""
     reader = AnswerFormat(row, reasoning).reader(prompt, TOOLS)
     found = [event for piece in pieces for event in reader.feed(piece)] + reader.finish(was_cut=was_cut)
     joined: list[Event] = []
