@@ -97,7 +97,6 @@ REFUSED: dict[str, str] = {
     "Gemma4UnifiedForConditionalGeneration": _PARTS,
     "GitForCausalLM": _PARTS,
     "GlmMoeDsaForCausalLM": _CHOOSES,
-    "GotOcr2ForConditionalGeneration": _PARTS,
     "GPTNeoXJapaneseForCausalLM": _OWN,
     "HrmTextForCausalLM": _COMPUTED,
     "HYV4ForCausalLM": _CHOOSES,

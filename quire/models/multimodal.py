@@ -102,6 +102,7 @@ class Wrapper:
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
 LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
+    "cohere2": WrappedLanguageModel("Cohere2ForCausalLM"),
     "gemma": WrappedLanguageModel("GemmaForCausalLM", (256000, 3072, 24576, 28, 16, 16, 8192)),
     "gemma2": WrappedLanguageModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8, 4, 8192)),
     "gemma3_text": WrappedLanguageModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8, 4, 131072)),
@@ -156,7 +157,13 @@ _LLAVA_NEXT = ("vision_tower", "multi_modal_projector", "image_newline")
 WRAPPERS: dict[str, Wrapper] = {
     row.architecture: row
     for row in (
+        Wrapper("AyaVisionForConditionalGeneration", "Aya Vision 8B and 32B"),
         _translator("BartForConditionalGeneration", "BART, BART-CNN, DistilBART"),
+        Wrapper(
+            "DeepseekVLForConditionalGeneration",
+            "DeepSeek-VL 1.3B in the form of transformers",
+            ("vision_model", "aligner"),
+        ),
         Wrapper(
             "Florence2ForConditionalGeneration",
             "Florence-2 in the form of transformers",
@@ -179,8 +186,12 @@ WRAPPERS: dict[str, Wrapper] = {
             "Gemma 4 E2B, E4B, 26B-A4B and 31B",
             _GEMMA_PARTS,
         ),
+        Wrapper("GotOcr2ForConditionalGeneration", "GOT-OCR 2.0 in the form of transformers"),
         Wrapper("Idefics3ForConditionalGeneration", "Idefics 3 8B", ("vision_model", "connector")),
         Wrapper("InternVLForConditionalGeneration", "InternVL 3 and 3.5 in the form of transformers"),
+        Wrapper(
+            "LightOnOcrForConditionalGeneration", "LightOnOCR 1B", ("vision_encoder", "vision_projection")
+        ),
         Wrapper(
             "Llama4ForConditionalGeneration",
             "Llama 4 Scout and Maverick",
@@ -236,6 +247,7 @@ WRAPPERS: dict[str, Wrapper] = {
             has_companions=True,
         ),
         _translator("UMT5ForConditionalGeneration", "UMT5", T5_TOKENS),
+        Wrapper("VipLlavaForConditionalGeneration", "ViP-LLaVA 7B and 13B"),
         Wrapper(
             "VisionEncoderDecoderModel",
             "TrOCR, Donut",

@@ -45,10 +45,18 @@ _PHI4 = Family(
     images="one run: up to 36 crops in rows with separators, the whole image last",
     sounds="one run of 12.5 tokens a second",
 )
+HOSTED = Family(
+    "quire.multimodal.hosted.processor:HostedProcessor",
+    "quire.multimodal.hosted.tower:HostedTower",
+    images="as transformers writes them; its modules are the processor and the encoder (extra `hf`)",
+)
+"""Family whose processor and encoder are transformers' own, if the installed one has its class."""
 _BART, _T5 = Family("", f"{_TOWERS}.text:BartTower"), Family("", f"{_TOWERS}.text:T5Tower")
 
 FAMILIES: dict[str, Family] = {
+    "AyaVisionForConditionalGeneration": HOSTED,
     "BartForConditionalGeneration": _BART,
+    "DeepseekVLForConditionalGeneration": HOSTED,
     "Florence2ForConditionalGeneration": Family(
         f"{_PROCESSORS}.florence:FlorenceProcessor",
         f"{_TOWERS}.davit:FlorenceTower",
@@ -72,6 +80,7 @@ FAMILIES: dict[str, Family] = {
         videos="an image's run for each frame, of up to 70 tokens, after its time",
         sounds="one run of 25 tokens a second between markers, at most 30 s (E2B, E4B)",
     ),
+    "GotOcr2ForConditionalGeneration": HOSTED,
     "Idefics3ForConditionalGeneration": Family(
         f"{_PROCESSORS}.idefics3:Idefics3Processor", f"{_TOWERS}.vit:Idefics3Tower", images=_TILES
     ),
@@ -80,6 +89,7 @@ FAMILIES: dict[str, Family] = {
         f"{_TOWERS}.vit:InternVLTower",
         images="one run over up to 12 tiles and a thumbnail",
     ),
+    "LightOnOcrForConditionalGeneration": HOSTED,
     "Llama4ForConditionalGeneration": Family(
         f"{_PROCESSORS}.llama4:Llama4Processor",
         f"{_TOWERS}.llama4:Llama4Tower",
@@ -154,6 +164,7 @@ FAMILIES: dict[str, Family] = {
         sounds="one run of 6.25 tokens a second, in windows of 30 s",
     ),
     "UMT5ForConditionalGeneration": _T5,
+    "VipLlavaForConditionalGeneration": HOSTED,
     "VisionEncoderDecoderModel": Family(
         f"{_PROCESSORS}.whole:WholeImageProcessor",
         f"{_TOWERS}.vit:EncoderTower",

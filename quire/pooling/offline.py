@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -66,8 +67,8 @@ class OfflinePooling(OfflineEngine):
         """Return the pooled output of each prompt, in order.
 
         Args:
-            prompts: or {"data": ...}, from which the IO processor makes prompts, and from their outputs the only
-                output.
+            prompts: may have `multi_modal_data`, as in `LLM.generate`; or {"data": ...}, from which the IO processor
+                makes prompts, and from their outputs the only output.
             pooling_params: for all, or one for each prompt.
             pooling_task: of `POOLING_TASKS`; None: the parameters' task, else the model's; "plugin" for such data.
 
@@ -81,7 +82,7 @@ class OfflinePooling(OfflineEngine):
         if pooling_task == PLUGIN:
             raise ValidationError('the task plugin needs a prompt {"data": ...}', param="task")
         tokenize, options = self.llm_engine.input_processor.tokenize, options.with_kwargs(tokenization_kwargs)
-        tokenized = [tokenize(prompt, options) for prompt in as_prompts(prompts)]
+        tokenized = [tokenize(self._with_media(prompt), options) for prompt in as_prompts(prompts)]
         return self._pool(
             tokenized, pooling_params, pooling_task, lora_request=lora_request, use_tqdm=use_tqdm
         )
@@ -204,6 +205,10 @@ class OfflinePooling(OfflineEngine):
             )
             for score, parts in scoring.outputs(pooled)
         ]
+
+    @abstractmethod
+    def _with_media(self, prompt: PromptType) -> PromptType:
+        """Return a prompt, tokenized if it has `multi_modal_data`."""
 
     def _of_windows(
         self,

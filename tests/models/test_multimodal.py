@@ -137,7 +137,7 @@ def test_unknown_language_model_is_refused(tmp_path: Path) -> None:
     values = GEMMA3_4B | {"text_config": {"model_type": "mamba"}}
     with pytest.raises(
         UnsupportedModelError,
-        match=r"text_config: model_type = \"mamba\" .*one of gemma, gemma2, gemma3_text",
+        match=r"text_config: model_type = \"mamba\" .*one of cohere2, gemma, gemma2, gemma3_text",
     ):
         read(tmp_path, values)
 

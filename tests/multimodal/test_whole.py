@@ -23,13 +23,15 @@ SIDE, NUM_TOKENS = 16, 6
 OPTIONS = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
 
 
-def write_tokenizer(path: Path, names: Mapping[str, str] = MappingProxyType({})) -> None:
+def write_tokenizer(
+    path: Path, names: Mapping[str, str] = MappingProxyType({}), marker: str = "<image>"
+) -> None:
     """Write a tokenizer with a token for each id, some of them by other names."""
     tokens = (f"t{index}" for index in range(IMAGE_TOKEN))
-    vocab = {names.get(token, token): index for index, token in enumerate(tokens)} | {"<image>": IMAGE_TOKEN}
+    vocab = {names.get(token, token): index for index, token in enumerate(tokens)} | {marker: IMAGE_TOKEN}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="t0"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.add_special_tokens(["<image>"])
+    backend.add_special_tokens([marker])
     backend.save(str(path / "tokenizer.json"))
 
 

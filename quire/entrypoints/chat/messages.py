@@ -56,6 +56,7 @@ JOINED_TURNS = "consecutive ones of one role are joined"
 CONTENT_FIELD = "messages[].content"
 JOINED_TO_RESULT = "text of the user is joined to a tool result"
 RESULT_TO_USER = "result as text of the user"
+MEDIA_AS_TEXT = "media of a tool result as markers in its text"
 TURNS = ("user", "assistant")
 JOINED_FIELDS = ("reasoning", "reasoning_content")
 
@@ -278,17 +279,19 @@ class ShownMedia:
             for kind, mark in self.marks.items()
         }
 
-    def shown(self, plain: PlainText, content: str, end: str = "") -> str | list[dict[str, Any]]:
+    def shown(
+        self, plain: PlainText, content: str, end: str = "", *, as_text: bool = False
+    ) -> str | list[dict[str, Any]]:
         """Return a content, protected; `end` is added to its text.
 
-        A template of texts gets all markers of a content before its text, as vLLM does.
+        A template of texts, and any with `as_text`, gets all markers of a content before its text, as vLLM does.
         """
         if self._any is None or not self.is_in(content):
             return f"{plain.protect(content)}{end}"
         pieces = self._any.split(content)
         shown = [self._forms[mark] for mark in pieces[1::2]]
         texts = [plain.protect(text) for text in pieces[::2]]
-        if any(part is None for _, part in shown):
+        if as_text or any(part is None for _, part in shown):
             text = "\n".join(filter(None, texts))
             return "\n".join([*(marker for marker, _ in shown), text]) + end
         parts = [{"type": "text", "text": texts[0]}] if texts[0] else []
@@ -490,6 +493,11 @@ class Arrangement:
 
     messages: list[ChatMessage]
     adjusted: Adjusted = field(default_factory=dict)
+    has_text_results: bool = False
+    """Media of tool results are markers in their text: some templates print such a content as it is."""
+
+    def with_text_results(self) -> Arrangement:
+        return Arrangement(self.messages, {**self.adjusted, CONTENT_FIELD: MEDIA_AS_TEXT}, True)
 
 
 class SystemPlaces(Protocol):

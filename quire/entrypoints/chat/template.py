@@ -377,11 +377,9 @@ class ChatTemplate(TemplateProbes):
         plain = PlainText(self._literals, [checked, options], self._unsplit)
         variables = {**plain.protect(options), "add_generation_prompt": add_generation_prompt}
         refusal: TemplateFailureError | None = None
-        for arrangement in self._arrangements(checked, keeps_last=continue_final):
+        for arrangement in self._arrangements(checked, media, keeps_last=continue_final):
             try:
-                rendered = self._run_arrangement(
-                    plain, variables, arrangement.messages, continue_final, media
-                )
+                rendered = self._run_arrangement(plain, variables, arrangement, continue_final, media)
             except TemplateFailureError as error:
                 refusal = refusal or error
                 continue
@@ -389,7 +387,9 @@ class ChatTemplate(TemplateProbes):
         assert refusal is not None, "there is always an arrangement"
         raise refusal
 
-    def _arrangements(self, messages: list[ChatMessage], *, keeps_last: bool) -> Iterator[Arrangement]:
+    def _arrangements(
+        self, messages: list[ChatMessage], media: ShownMedia, *, keeps_last: bool
+    ) -> Iterator[Arrangement]:
         """Yield the variants of a conversation that this template may accept, the client's own first."""
         forms = [messages]
         if have_calls(messages):
@@ -397,18 +397,29 @@ class ChatTemplate(TemplateProbes):
             forms.append(with_argument_texts(forms[-1]))
         for form in forms:
             yield from arrangements(form, self, keeps_last=keeps_last)
+        if any(message["role"] == "tool" and media.is_in(message["content"]) for message in messages):
+            for form in forms:
+                for arrangement in arrangements(form, self, keeps_last=keeps_last):
+                    yield arrangement.with_text_results()
 
     def _run_arrangement(
         self,
         plain: PlainText,
         variables: dict[str, Any],
-        messages: list[ChatMessage],
+        arrangement: Arrangement,
         continue_final: bool,
         media: ShownMedia,
     ) -> str:
+        messages = arrangement.messages
         last = len(messages) - 1 if continue_final else None
         conversation = [
-            _shown(message, plain, media, plain.end if index == last else "")
+            _shown(
+                message,
+                plain,
+                media,
+                plain.end if index == last else "",
+                as_text=arrangement.has_text_results and message["role"] == "tool",
+            )
             for index, message in enumerate(messages)
         ]
         rendered = self._run(plain, {**variables, "messages": conversation})
@@ -529,12 +540,15 @@ def _known(names: Iterable[str]) -> str:
     return "".join(f" nor {name}" for name in names)
 
 
-def _shown(message: ChatMessage, plain: PlainText, media: ShownMedia, end: str) -> ChatMessage:
+def _shown(
+    message: ChatMessage, plain: PlainText, media: ShownMedia, end: str, *, as_text: bool
+) -> ChatMessage:
     """Return a message as the template reads it, its texts protected."""
     content = message["content"]
     if media.is_in(content):
         rest = {name: value for name, value in message.items() if name != "content"}
-        return {**plain.protect(rest), "role": message["role"], "content": media.shown(plain, content, end)}
+        shown = media.shown(plain, content, end, as_text=as_text)
+        return {**plain.protect(rest), "role": message["role"], "content": shown}
     protected = {**plain.protect(message), "role": message["role"]}
     return {**protected, "content": protected["content"] + end} if end else protected
 

@@ -42,6 +42,11 @@ NO_MEDIA: Mapping[str, int] = {}
 InlineConsumer = Callable[[int, RequestOutput], bool]
 
 
+def media_details(media_tokens: Mapping[str, int]) -> dict[str, int | UnsetType]:
+    """Return the fields of `PromptTokensDetails` for tokens by kind of media."""
+    return {f"{kind}_tokens": media_tokens.get(kind) or UNSET for kind in ("image", "video", "audio")}
+
+
 class UsageMeter:
     """Token counter of one HTTP request; every added output must carry only new tokens.
 
@@ -90,9 +95,7 @@ class UsageMeter:
             prompt_tokens_details=PromptTokensDetails(
                 num_cached_tokens,
                 sum(one.num_stored_tokens for one in latest.values()) or UNSET,
-                self._media_tokens.get("image") or UNSET,
-                self._media_tokens.get("video") or UNSET,
-                self._media_tokens.get("audio") or UNSET,
+                **media_details(self._media_tokens),
             ),
             completion_tokens_details=self._completion_details(),
         )

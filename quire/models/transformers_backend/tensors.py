@@ -163,23 +163,36 @@ def held_tensors(
 def compute_buffers(model: PreTrainedModel) -> None:
     """Compute the buffers that no checkpoint holds, such as frequencies, on the host.
 
-    transformers does so after building a model on the meta device: `_init_weights` creates them again.
+    transformers does so after building a model on the meta device: `_init_weights` of the innermost model around a
+    module creates them again.
 
     Raises:
         UnsupportedModelError: transformers does not initialize one of them.
     """
     with torch.device("cpu"), torch.no_grad():
-        for path, module in model.named_modules():
-            names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
-            for name in names:
-                module._buffers[name] = _unwritten(module._buffers[name])
-            if names:
-                model._init_weights(module)
-            for name in names:
-                if torch.equal(module._buffers[name], _unwritten(module._buffers[name])):
+        for path, module, owner in _with_owners(model, model):
+            unstored = module._non_persistent_buffers_set
+            marks = {
+                name: _unwritten(like) for name, like in module.named_buffers("", False) if name in unstored
+            }
+            module._buffers.update({name: mark.clone() for name, mark in marks.items()})
+            if marks:
+                owner._init_weights(module)
+            for name, mark in marks.items():
+                if torch.equal(getattr(module, name), mark):
                     raise UnsupportedModelError(
                         f"{path}.{name} is made where the model is built, and only there"
                     )
+
+
+def _with_owners(
+    module: nn.Module, owner: PreTrainedModel, path: str = ""
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Yield the path of each module with the innermost model that it is in."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    yield path, module, owner
+    for name, child in module.named_children():
+        yield from _with_owners(child, owner, f"{path}.{name}" if path else name)
 
 
 def _unwritten(like: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from quire.config import EngineConfig
 from quire.layers.base import activation_dtype
 from quire.models.json_object import JsonObject
 from quire.models.loader import load_part
+from quire.models.transformers_backend.reader import transformers_has
 from quire.models.vision_rows import SWIN
-from quire.multimodal.families import FAMILIES
+from quire.multimodal.families import FAMILIES, HOSTED
 from quire.multimodal.towers.base import NO_STEP, PatchLinear, Tower, TowerNames, sequences
 from quire.multimodal.towers.block import SlicedBlock
 from quire.plugins import import_place
@@ -30,6 +31,8 @@ def has_tower(config: EngineConfig) -> bool:
     if whole is None or config.multimodal.language_model_only:
         return False
     family = FAMILIES.get(whole.architecture)
+    if family is HOSTED:
+        return transformers_has(whole.architecture)
     return family is not None and bool(family.tower)
 
 

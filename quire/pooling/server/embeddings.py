@@ -16,23 +16,28 @@ from quire.engine.prompt_forms import TokenizedPrompt, parts_of
 from quire.engine.tokenizer import INLINE_CHARS
 from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
-from quire.entrypoints.openai.parsing import checked, read_json, read_request
+from quire.entrypoints.openai.parsing import checked, read_json
 from quire.entrypoints.openai.prompts import split_prompts
 from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.errors import ValidationError
 from quire.io_processors import IOProcessor
+from quire.pooling.server.chat import read_either, run_chat
 from quire.pooling.server.protocol import (
     MAX_INPUTS,
     Classification,
     ClassificationList,
+    ClassifyChatRequest,
     ClassifyRequest,
     Embedding,
+    EmbeddingChatRequest,
     EmbeddingList,
     EmbeddingRequest,
     PluginReply,
     PluginRequest,
+    PooledChatFields,
     PooledData,
     PooledList,
+    PoolingChatRequest,
     PoolingRequest,
     beside_numbers,
     encoded,
@@ -40,6 +45,7 @@ from quire.pooling.server.protocol import (
 )
 from quire.pooling.server.run import (
     Pooled,
+    PooledInputs,
     PoolingJob,
     embed_each,
     renamed_param,
@@ -56,23 +62,24 @@ classify_router = APIRouter()
 
 
 @embedding_router.post("/v1/embeddings")
-@describe(Operation((EmbeddingRequest,), EmbeddingList, errors=(404, 504), headers=READ_HEADERS))
+@describe(
+    Operation(
+        (EmbeddingRequest, EmbeddingChatRequest), EmbeddingList, errors=(404, 504), headers=READ_HEADERS
+    )
+)
 async def create_embeddings(request: Request) -> Response:
-    """Return an embedding for each text."""
-    body = await read_request(request, EmbeddingRequest)
+    """Return an embedding for each text, or for one conversation."""
+    body = await read_either(request, await read_json(request), EmbeddingRequest, EmbeddingChatRequest)
     job = PoolingJob.of(request, body, "embd-")
-    inputs = split_prompts(body.input, "input", MAX_INPUTS)
     params = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions, task=EMBED)
-    options = text_options(body)
-    with renamed_param("input"):
-        embedded = await embed_each(job, inputs, options, params, in_windows=body.average_windows)
+    embedded = await _pooled(job, body, params)
 
     def made() -> EmbeddingList:
         data = [
             Embedding(index=index, embedding=encoded(vector, body.encoding_format))
             for index, vector in enumerate(embedded.numbers())
         ]
-        return EmbeddingList(data=data, **job.head(embedded.pooled))
+        return EmbeddingList(data=data, **job.head(embedded.pooled, embedded.media_tokens))
 
     return await reply_of(embedded.pooled, made)
 
@@ -80,20 +87,20 @@ async def create_embeddings(request: Request) -> Response:
 @pooling_router.post("/pooling")
 @describe(
     Operation(
-        (PoolingRequest, PluginRequest), PooledList | PluginReply, errors=(404, 504), headers=READ_HEADERS
+        (PoolingRequest, PoolingChatRequest, PluginRequest),
+        PooledList | PluginReply,
+        errors=(404, 504),
+        headers=READ_HEADERS,
     )
 )
 async def pool(request: Request) -> Response:
-    """Return the pooled numbers of each text or of its tokens, or the IO processor's reply."""
+    """Return the pooled numbers of each text, conversation or token, or the IO processor's reply."""
     raw = await read_json(request)
     if raw.get("data") is not None:
         return await pool_with_plugin(request, await checked(request, raw, PluginRequest))
-    body = await checked(request, raw, PoolingRequest)
+    body = await read_either(request, raw, PoolingRequest, PoolingChatRequest)
     job = PoolingJob.of(request, body, "pool-")
-    inputs, params = split_prompts(body.input, "input", MAX_INPUTS), _params(body, job)
-    options = text_options(body)
-    with renamed_param("input"):
-        found = await embed_each(job, inputs, options, params, in_windows=body.average_windows)
+    found = await _pooled(job, body, _params(body, job))
 
     def made() -> PooledList:
         if body.lexical_weights:
@@ -101,12 +108,22 @@ async def pool(request: Request) -> Response:
         else:
             each = (encoded(numbers, body.encoding_format) for numbers in found.numbers())
         data = [PooledData(index=index, data=one) for index, one in enumerate(each)]
-        return PooledList(data=data, **job.head(found.pooled))
+        return PooledList(data=data, **job.head(found.pooled, found.media_tokens))
 
     return await reply_of(found.pooled, made)
 
 
-def _params(body: PoolingRequest, job: PoolingJob) -> PoolingParams:
+async def _pooled(
+    job: PoolingJob, body: EmbeddingRequest | PoolingRequest | PooledChatFields, params: PoolingParams
+) -> PooledInputs:
+    if isinstance(body, PooledChatFields):
+        return await run_chat(job, body, params)
+    inputs, options = split_prompts(body.input, "input", MAX_INPUTS), text_options(body)
+    with renamed_param("input"):
+        return await embed_each(job, inputs, options, params, in_windows=body.average_windows)
+
+
+def _params(body: PoolingRequest | PoolingChatRequest, job: PoolingJob) -> PoolingParams:
     """Return the validated pooling parameters."""
     params = PoolingParams(
         body.use_activation,
@@ -149,22 +166,34 @@ def _plugin_prompts(job: PoolingJob, processor: IOProcessor, data: Any) -> list[
 
 
 @classify_router.post("/classify")
-@describe(Operation((ClassifyRequest,), ClassificationList, errors=(404, 504), headers=READ_HEADERS))
+@describe(
+    Operation(
+        (ClassifyRequest, ClassifyChatRequest), ClassificationList, errors=(404, 504), headers=READ_HEADERS
+    )
+)
 async def classify(request: Request) -> Response:
-    """Return the probability of each class, for each text."""
-    body = await read_request(request, ClassifyRequest)
+    """Return the probability of each class, for each text or for one conversation."""
+    body = await read_either(request, await read_json(request), ClassifyRequest, ClassifyChatRequest)
     job = PoolingJob.of(request, body, "classify-")
-    inputs = split_prompts(body.input, "input", MAX_INPUTS)
-    with renamed_param("input"):
-        params = PoolingParams(use_activation=body.use_activation, task=CLASSIFY)
-        pooled = await run_each(job, inputs, text_options(body), params)
+    params = PoolingParams(use_activation=body.use_activation, task=CLASSIFY)
+    found = await _classified(job, body, params)
 
     def made() -> ClassificationList:
         labels = job.inputs.spec.labels
-        data = [_classification(index, one, labels) for index, one in enumerate(pooled)]
-        return ClassificationList(data=data, **job.head(pooled))
+        data = [_classification(index, one, labels) for index, one in enumerate(found.pooled)]
+        return ClassificationList(data=data, **job.head(found.pooled, found.media_tokens))
 
-    return await reply_of(pooled, made)
+    return await reply_of(found.pooled, made)
+
+
+async def _classified(
+    job: PoolingJob, body: ClassifyRequest | ClassifyChatRequest, params: PoolingParams
+) -> PooledInputs:
+    if isinstance(body, ClassifyChatRequest):
+        return await run_chat(job, body, params)
+    inputs = split_prompts(body.input, "input", MAX_INPUTS)
+    with renamed_param("input"):
+        return PooledInputs(await run_each(job, inputs, text_options(body), params))
 
 
 def _classification(index: int, one: Pooled, labels: tuple[str, ...]) -> Classification:

@@ -23,9 +23,9 @@ from quire.config.pooling import PoolingSpec
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has
-from quire.entrypoints.openai.protocol.requests import INT64_MAX, EngineRequest, TokenId
+from quire.entrypoints.openai.protocol.requests import INT64_MAX, ChatFields, EngineRequest, TokenId
 from quire.entrypoints.openai.protocol.responses import PromptTokensDetails, Timings
-from quire.entrypoints.openai.protocol.shapes import TEXT, any_of, array, enum, object_of, optional
+from quire.entrypoints.openai.protocol.shapes import NULL, TEXT, any_of, array, enum, object_of, optional
 from quire.errors import ValidationError
 from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling_params import PoolingParams
@@ -102,36 +102,63 @@ Truncation = Annotated[int | None, WithJsonSchema(TRUNCATION)]
 Limit = Annotated[int | None, Field(ge=1, le=INT64_MAX)]
 
 
-class PoolingFields(EngineRequest):
-    """Shared fields of pooling requests: tokenization, and activation of the numbers."""
+class NumberFields(EngineRequest):
+    """Shared fields of all pooling requests: truncation, and activation of the numbers."""
 
     truncate_prompt_tokens: Truncation = None
     truncation_side: Literal["left", "right"] | None = None
-    add_special_tokens: bool = True
-    prompt_name: str | None = None
     use_activation: bool | None = None
 
 
-class EmbeddingRequest(PoolingFields):
+class PoolingFields(NumberFields):
+    """Shared fields of pooling requests with texts: their tokenization."""
+
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+
+
+class PooledChatFields(NumberFields, ChatFields):
+    """Shared fields of pooling requests with a conversation, which is one input; `input` must be absent."""
+
+    input: Annotated[Any, WithJsonSchema(NULL)] = None
+    add_generation_prompt: bool | None = False
+
+
+class VectorFields(EngineRequest):
+    """Size and encoding of vectors, and windows of long texts."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    average_windows: bool = False
+
+
+class EmbeddingRequest(PoolingFields, VectorFields):
     """POST /v1/embeddings"""
 
     input: InputField
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
-    average_windows: bool = False
 
 
-class PoolingRequest(PoolingFields):
+class EmbeddingChatRequest(PooledChatFields, VectorFields):
+    """POST /v1/embeddings with messages"""
+
+
+class TaskFields(VectorFields):
+    """Task, and selection of the numbers."""
+
+    task: str | None = None
+    step_tag_id: TokenId | None = None
+    returned_token_ids: Annotated[list[TokenId] | None, Field(min_length=1)] = None
+    lexical_weights: bool = False
+
+
+class PoolingRequest(PoolingFields, TaskFields):
     """POST /pooling"""
 
     input: InputField
-    task: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
-    step_tag_id: TokenId | None = None
-    returned_token_ids: Annotated[list[TokenId] | None, Field(min_length=1)] = None
-    average_windows: bool = False
-    lexical_weights: bool = False
+
+
+class PoolingChatRequest(PooledChatFields, TaskFields):
+    """POST /pooling with messages"""
 
 
 class PluginRequest(EngineRequest):
@@ -145,6 +172,10 @@ class ClassifyRequest(PoolingFields):
     """POST /classify"""
 
     input: InputField
+
+
+class ClassifyChatRequest(PooledChatFields):
+    """POST /classify with messages"""
 
 
 class PairFields(PoolingFields):

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ from quire.config.pooling import PoolingSpec
 from quire.engine.prompt_forms import TokenizedPrompt, parts_of
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.openai.errors import own_id_of
-from quire.entrypoints.openai.generation import timings_of
+from quire.entrypoints.openai.generation import NO_MEDIA, media_details, timings_of
 from quire.entrypoints.openai.notes import RequestNotes
 from quire.entrypoints.openai.protocol.requests import EngineRequest
 from quire.entrypoints.openai.protocol.responses import PromptTokensDetails
@@ -41,8 +41,8 @@ from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling.server.protocol import (
     MAX_INPUTS,
     PoolingFields,
-    PoolingRequest,
     PromptUsage,
+    TaskFields,
     check_numbers,
 )
 from quire.pooling.server.scoring import TextWindows, is_normalized
@@ -51,6 +51,7 @@ from quire.pooling_params import PoolingParams, TextOptions
 Pooled = PoolingRequestOutput[PoolingOutput]
 
 Inputs = Sequence[str | list[int]]
+Prepare = Callable[[], Awaitable[list[TokenizedPrompt]]]
 
 
 @dataclass(frozen=True)
@@ -84,22 +85,23 @@ class PoolingJob:
     async def run(
         self, params: PoolingParams, num_chars: int, tokenize: Callable[[], list[TokenizedPrompt]]
     ) -> list[Pooled]:
-        """Return the pooled output of each prompt.
+        """Return the pooled output of each prompt that `tokenize` returns. Raises as `run_prepared`."""
+        return await self.run_prepared(params, lambda: beside_loop(num_chars, tokenize))
+
+    async def run_prepared(self, params: PoolingParams, prepare: Prepare) -> list[Pooled]:
+        """Return the pooled output of each prompt that `prepare` returns.
 
         Raises:
             QuireError: a prompt is invalid, or the engine rejects or fails it.
             ClientDisconnectedError: the client disconnected, also before the prompts were ready.
         """
-        work = self._pooled(params, num_chars, tokenize)
-        return await self.server.in_flight.run(work, self.request.receive)
+        return await self.server.in_flight.run(self._pooled(params, prepare), self.request.receive)
 
-    async def _pooled(
-        self, params: PoolingParams, num_chars: int, tokenize: Callable[[], list[TokenizedPrompt]]
-    ) -> list[Pooled]:
+    async def _pooled(self, params: PoolingParams, prepare: Prepare) -> list[Pooled]:
         try:
             with self.server.engine.reserve():
                 async with asyncio.timeout(self.body.time_left()):
-                    prompts = await beside_loop(num_chars, tokenize)
+                    prompts = await prepare()
         except TimeoutError:
             raise DeadlineError("the request timed out before its prompts were ready") from None
         check_count(len(prompts))
@@ -116,13 +118,13 @@ class PoolingJob:
             data_parallel_rank=self.body.replica,
         )
 
-    def head(self, pooled: Sequence[Pooled]) -> dict[str, Any]:
+    def head(self, pooled: Sequence[Pooled], media_tokens: Mapping[str, int] = NO_MEDIA) -> dict[str, Any]:
         """Return the common first fields of replies."""
         return {
             "id": self.id,
             "created": int(time.time()),
             "model": self.model,
-            **reply_fields(pooled, self.body.notes),
+            **reply_fields(pooled, self.body.notes, media_tokens),
         }
 
     def _with_salt(self, prompt: TokenizedPrompt) -> Any:
@@ -149,16 +151,20 @@ def text_options(body: PoolingFields, **others: Any) -> TextOptions:
     )
 
 
-def reply_fields(pooled: Sequence[Pooled], notes: RequestNotes) -> dict[str, Any]:
+def reply_fields(
+    pooled: Sequence[Pooled], notes: RequestNotes, media_tokens: Mapping[str, int] = NO_MEDIA
+) -> dict[str, Any]:
     """Return usage, timings and ignored fields for a reply."""
     times = joined_stats([one.metrics for one in pooled]) if pooled else RequestStateStats()
-    return {"usage": usage_of(pooled), "timings": timings_of(times), "ignored": notes.ignored or UNSET}
+    usage = usage_of(pooled, media_tokens)
+    return {"usage": usage, "timings": timings_of(times), "ignored": notes.ignored or UNSET}
 
 
-def usage_of(pooled: Sequence[Pooled]) -> PromptUsage:
+def usage_of(pooled: Sequence[Pooled], media_tokens: Mapping[str, int]) -> PromptUsage:
     num_tokens = sum(len(one.prompt_token_ids) for one in pooled)
     num_cached_tokens = sum(one.num_cached_tokens for one in pooled)
-    return PromptUsage(num_tokens, num_tokens, PromptTokensDetails(num_cached_tokens))
+    details = PromptTokensDetails(num_cached_tokens, **media_details(media_tokens))
+    return PromptUsage(num_tokens, num_tokens, details)
 
 
 @contextmanager
@@ -177,8 +183,10 @@ class PooledInputs:
     """Pooled outputs of inputs, or of the windows of each input."""
 
     pooled: list[Pooled]
-    windows: TextWindows | None
-    is_normalized: bool
+    windows: TextWindows | None = None
+    is_normalized: bool = False
+    media_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Number of tokens in whose place media are, by kind."""
 
     def numbers(self) -> list[NDArray[np.float32]]:
         """Return the numbers of each input."""
@@ -197,7 +205,7 @@ async def embed_each(
     """
     normalized = is_normalized(job.inputs.spec, params.use_activation)
     if not in_windows:
-        return PooledInputs(await run_each(job, inputs, options, params), None, normalized)
+        return PooledInputs(await run_each(job, inputs, options, params))
     windows = TextWindows(job.inputs, options, check_count)
     pooled = await job.run(params, num_chars(inputs), lambda: windows.prompts(inputs))
     return PooledInputs(pooled, windows, normalized)
@@ -224,7 +232,7 @@ def num_chars(inputs: Inputs) -> int:
     return sum(len(one) for one in inputs if isinstance(one, str))
 
 
-def task_of(body: PoolingRequest, spec: PoolingSpec) -> str | None:
+def task_of(body: TaskFields, spec: PoolingSpec) -> str | None:
     """Return the task of a pooling request; None: the model's default.
 
     Raises:

@@ -110,6 +110,28 @@ def test_an_image_of_a_tool_goes_to_the_user_if_need_be(tokens: Tokenizer) -> No
     assert template(source, tokens).render(messages).endswith(f"<|user|>[{MARKER}]<|assistant|>")
 
 
+def test_images_of_a_tool_may_be_markers_in_its_text(tokens: Tokenizer) -> None:
+    """The template prints a tool's content as text, and takes no user behind a call, as Mistral Small 3.2's."""
+    tool = (
+        "{% if message.role == 'tool' %}[{{ message.content | string }}]{% elif message.content is string %}"
+    )
+    source = PARTS.replace("{%- if message.content is string %}", tool).replace(
+        "{% for message in messages %}",
+        "{% for message in messages %}{% if loop.previtem and message.role == 'user' %}"
+        "{{ raise_exception('no') }}{% endif %}",
+    )
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": [IMAGE]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00001", "content": [text("a shot"), IMAGE]},
+    ]
+    rendered = template(source, tokens).compose(messages)
+    assert rendered.text == f"<|user|>[{MARKER}]<|assistant|><|tool|>[{MARKER}\na shot]<|assistant|>"
+    assert rendered.adjusted == {"messages[].content": "media of a tool result as markers in its text"}
+    assert rendered.media_kinds() == ["image", "image"]
+
+
 def test_a_template_that_drops_an_image_is_an_error(tokens: Tokenizer) -> None:
     source = PARTS.replace("part.type == 'image'", "part.type == 'image' and loop.index < 2")
     with pytest.raises(ValidationError, match="shows 1 of the 2 images"):

@@ -52,6 +52,15 @@ async def test_every_form_of_input_and_both_of_numbers(serve: Serve) -> None:
         assert reply["timings"]["prefill_s"] > 0
 
 
+async def test_media_for_a_model_of_texts_are_refused(serve: Serve) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    async with serve(EMBEDDER) as client:
+        for path in ("/v1/embeddings", "/pooling"):
+            reply = await client.post(path, json={"messages": [{"role": "user", "content": [part]}]})
+            assert reply.status_code == 400
+            assert "this model takes text only" in reply.text
+
+
 async def test_input_limit_is_reported_and_reachable(serve: Serve) -> None:
     async with serve(EMBEDDER) as client:
         assert len(await vectors(client, input=["a"] * MAX_INPUTS, encoding_format="base64")) == MAX_INPUTS
