@@ -2,25 +2,35 @@
 """Simulated beside real runs: `python -m benchmarks.simulation [MODEL]`.
 
 A machine is calibrated, then each load runs on a real engine, with its arrival times, and in the simulator. Ratios are
-simulated / real. Run it on an idle machine: whatever else runs is in the real numbers alone.
+simulated / real. Run it on an idle machine: whatever else runs is in the real numbers alone. A second part has the
+costs of the real steps in place of the calibrated ones, so it shows what a machine that changes its speed in between
+does not explain.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
 
 from quire.bench.workload import percentile
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
+from quire.engine.trace import read_trace
 from quire.inputs import TokensPrompt
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.simulate.calibrate import calibrate
 from quire.simulate.load import LoadDescription, SimulatedRequest
+from quire.simulate.machine import Machine, machine_of
 from quire.simulate.report import summarize
-from quire.simulate.simulator import RequestTimes, SimulatedRun, Simulator
+from quire.simulate.simulator import RequestTimes, SimulatedRun
+from quire.simulate.sweep import Scenario
 
 SHARES_OF_CAPACITY = (float("inf"), 0.7, 0.3)  # Rates of arrivals; infinite: all at once.
 
@@ -57,24 +67,43 @@ async def real_run(engine: AsyncLLM, name: str, load: Sequence[SimulatedRequest]
     return SimulatedRun(list(await asyncio.gather(*tasks)), [], [], 0, 0, 0)
 
 
+def simulated_run(machine: Machine, load: Sequence[SimulatedRequest]) -> SimulatedRun:
+    return Scenario.from_machine(machine, load).run(machine)
+
+
 async def compare(config: EngineConfig, num_requests: int, prompt_tokens: str, output_tokens: str) -> None:
     """Print the ratios of each load."""
     machine = await asyncio.to_thread(calibrate, config)
     print(f"mean error of the fitted steps: {machine.costs.error:.1%}")
+    burst = LoadDescription(num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    alone = simulated_run(machine, burst.requests())
+    capacity = len(alone.requests) / max(one.last_s for one in alone.requests)
+    loads = {
+        share: LoadDescription(
+            num_requests, share * capacity, prompt_tokens, output_tokens, seed=number
+        ).requests()
+        for number, share in enumerate(SHARES_OF_CAPACITY)
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "run.trace")
+        recording = dataclasses.replace(config.observability, record_trace=str(file))
+        real = await real_runs(dataclasses.replace(config, observability=recording), loads, burst.requests())
+        own = msgspec.structs.replace(machine, costs=machine_of(read_trace(file)).costs)
+    for name, costs in ("calibrated before", machine), ("costs of the run itself", own):
+        print(name)
+        for share, load in loads.items():
+            report(share, simulated_run(costs, load), real[share])
+
+
+async def real_runs(
+    config: EngineConfig, loads: dict[float, list[SimulatedRequest]], warm: Sequence[SimulatedRequest]
+) -> dict[float, SimulatedRun]:
+    """Run loads one after the other on one real engine."""
     engine = AsyncLLM(config)
     try:
         await engine.wait_ready()
-        burst = LoadDescription(num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-        await real_run(engine, "warm", burst.requests())  # memory that no step has touched takes time once
-        alone = Simulator(machine.config, machine.cache, machine.costs).run(burst.requests())
-        capacity = len(alone.requests) / max(one.last_s for one in alone.requests)
-        for number, share in enumerate(SHARES_OF_CAPACITY):
-            load = LoadDescription(
-                num_requests, share * capacity, prompt_tokens, output_tokens, seed=number
-            ).requests()
-            simulated = Simulator(machine.config, machine.cache, machine.costs).run(load)
-            real = await real_run(engine, str(number), load)
-            report(share, simulated, real)
+        await real_run(engine, "warm", warm)  # memory that no step has touched takes time once
+        return {share: await real_run(engine, f"{share}", load) for share, load in loads.items()}
     finally:
         await engine.shutdown()
 

@@ -231,6 +231,8 @@ class ServerChild:
         said = [line for line in map(_message, self._lines) if line.lower().startswith("error: ")]
         if said and self._process.returncode > 0:
             return _PATH.sub("...", said[-1][len("error: ") :])
+        if self._process.returncode == 0:
+            return "its server ended without an error, as after SIGTERM"
         return exit_reason(self._process.returncode)
 
 

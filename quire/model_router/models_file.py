@@ -174,6 +174,14 @@ class _YamlFile:
         self._inherited = inherited
 
     def read(self) -> Models:
+        try:
+            return self._read()
+        except RecursionError:
+            raise ConfigError(
+                f"--models {self._path} is nested too deeply, or an anchor (&) contains itself"
+            ) from None
+
+    def _read(self) -> Models:
         root = self._mapping(self._root(), "the file")
         self._known(root, FILE_KEYS, "")
         defaults = self._values(root["defaults"][1], "defaults") if "defaults" in root else {}
@@ -236,7 +244,9 @@ class _YamlFile:
     def _options(self, name: str, line: int, values: Any) -> dict[str, Any]:
         if not isinstance(values, dict):
             self._fail(line, f"{name}: options must be a mapping of flags to values, not {values!r:.80}")
-        options = {str(key).replace("_", "-"): value for key, value in values.items()}
+        options = {key.replace("_", "-"): value for key, value in values.items()}
+        if len(options) < len(values):
+            self._fail(line, f"{name}: options: one is given twice, with - and with _")
         try:
             self._check_options({**self._inherited, **options})
         except QuireError as error:

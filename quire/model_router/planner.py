@@ -443,7 +443,7 @@ class RouterPlanner:
                 retry_after=wait_s,
             )
         if waited < self.limits.wait_timeout_s:
-            return self._too_large(state)
+            return self.too_large(state)
         place = self.place_in_queue(name)
         return UnavailableError(
             f"the model {name!r} is {state.status} and was not available within {waited:.0f} s "
@@ -451,7 +451,7 @@ class RouterPlanner:
             retry_after=self.retry_after(name, now),
         )
 
-    def _too_large(self, state: ModelState) -> QuireError | None:
+    def too_large(self, state: ModelState) -> QuireError | None:
         """Return the error of a model that does not fit even if all but pinned ones were unloaded."""
         if state.size is None or state.has_processes:
             return None
@@ -506,8 +506,8 @@ class RouterPlanner:
                 continue
             if state.status is ModelPhase.FAILED:
                 continue
-            if self._too_large(state) is not None:
-                state.wanted_since, state.error = None, str(self._too_large(state))
+            if self.too_large(state) is not None:
+                state.wanted_since, state.error = None, str(self.too_large(state))
                 continue
             is_asleep = state.status is ModelPhase.SLEEPING
             more_bytes = state.size.needed_bytes - state.charged_bytes

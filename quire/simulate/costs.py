@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step costs of a machine, fitted to the steps of a recorded run.
 
-A plan costs a constant, plus for each forward pass of it (a multi-step plan has several) a constant, an amount per
-request that samples, an amount per attended position, and one per row, which is a token that the pass computes. The
-first rows of a pass cost less than later ones where reading the weights takes longer than multiplying by them, so each
-band of rows has an amount of its own (the roofline model, Williams et al., 2009). Rows that only generate read their
+A plan costs a constant and an amount per request, plus for each forward pass of it (a multi-step plan has several) a
+constant, an amount per request that samples, an amount per attended position, and one per row, which is a token that
+the pass computes. The first rows of a pass cost less than later ones where reading the weights takes longer than
+multiplying by them, and kernels differ by the number of rows, so each band of rows has an amount of its own (the
+roofline model, Williams et al., 2009). Rows that only generate read their
 cache alone, and prompts share what they read, so their positions differ, too. All amounts are at least 0, so more work
 never costs less.
 """
@@ -26,10 +27,8 @@ MIN_STEPS = 30
 """Steps that a fit needs: several times as many as it has amounts."""
 MAX_CHANGES = 100  # Of the set of amounts above 0; a fit takes about as many as it has amounts.
 MAX_SLOPE = 1e-10  # Improvement by an amount, relative to the number of steps, at which a fit has converged.
-
-
-BANDS = (4, 16, 64)
-"""Rows at which a band of rows ends and the next one begins."""
+BANDS = (4, 8, 16, 32, 64)
+"""Rows at which a band of rows ends and the next one begins: batches that a calibration measures."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class StepWork:
     """Work of one plan.
 
     Args:
+        requests: requests of the plan.
         passes: forward passes.
         samples: sampled tokens, over all passes.
         rows: computed tokens, over all passes, by their band in the pass.
@@ -44,15 +44,24 @@ class StepWork:
         prompt_positions: those of other computed tokens.
     """
 
+    requests: int
     passes: int
     samples: int
-    rows: tuple[int, int, int, int]
+    rows: tuple[int, ...]
     positions: int
     prompt_positions: int
 
     def features(self) -> tuple[float, ...]:
         """Return what each amount of `PlanCosts` is multiplied by."""
-        return (1.0, self.passes, self.samples, *self.rows, self.positions, self.prompt_positions)
+        return (
+            1.0,
+            self.requests,
+            self.passes,
+            self.samples,
+            *self.rows,
+            self.positions,
+            self.prompt_positions,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class PlanCosts:
 
     Args:
         plan_s: of a plan, its bookkeeping included.
+        request_s: of a request of a plan.
         pass_s: of a forward pass.
         sample_s: of a request that samples, in each pass.
         row_to_4_s: of a row of a pass, up to the fourth; further rows have further amounts.
@@ -71,10 +81,13 @@ class PlanCosts:
     """
 
     plan_s: float
+    request_s: float
     pass_s: float
     sample_s: float
     row_to_4_s: float
+    row_to_8_s: float
     row_to_16_s: float
+    row_to_32_s: float
     row_to_64_s: float
     row_s: float
     position_s: float
@@ -86,9 +99,9 @@ class PlanCosts:
         for name, amount in zip(AMOUNTS, self.amounts(), strict=True):
             if not 0.0 <= amount < np.inf:
                 raise ConfigError(f"{name} of step costs must be a number of seconds from 0 on, got {amount}")
-        if not self.plan_s + self.pass_s + self.row_to_4_s > 0.0:  # every step with a request has such a row
+        if not self.plan_s + self.request_s + self.pass_s + self.row_to_4_s > 0.0:  # every step has these
             raise ConfigError(
-                "plan_s, pass_s and row_to_4_s of step costs are all 0: steps that take no time never end"
+                "plan_s, request_s, pass_s and row_to_4_s of step costs are all 0: steps that take no time never end"
             )
 
     def amounts(self) -> tuple[float, ...]:
@@ -100,8 +113,8 @@ class PlanCosts:
         return sum(amount * count for amount, count in zip(self.amounts(), work.features(), strict=True))
 
 
-ROW_AMOUNTS = ("row_to_4_s", "row_to_16_s", "row_to_64_s", "row_s")
-AMOUNTS = ("plan_s", "pass_s", "sample_s", *ROW_AMOUNTS, "position_s", "prompt_position_s")
+ROW_AMOUNTS = (*(f"row_to_{end}_s" for end in BANDS), "row_s")
+AMOUNTS = ("plan_s", "request_s", "pass_s", "sample_s", *ROW_AMOUNTS, "position_s", "prompt_position_s")
 
 
 @dataclass(frozen=True)
@@ -132,8 +145,8 @@ def work_of(
             prompt_positions += attended
         positions += _attended(start + count, passes - 1)
     first, later = _bands(sum(num_tokens)), _bands(len(starts))
-    rows = [one + (passes - 1) * other for one, other in zip(first, later, strict=True)]
-    return StepWork(passes, sum(samples), (rows[0], rows[1], rows[2], rows[3]), positions, prompt_positions)
+    rows = tuple(one + (passes - 1) * other for one, other in zip(first, later, strict=True))
+    return StepWork(len(starts), passes, sum(samples), rows, positions, prompt_positions)
 
 
 def _bands(num_rows: int) -> list[int]:
@@ -203,7 +216,7 @@ def _returned_work(plan: Planned, result: Returned, computed: dict[int, int]) ->
 
 
 def fit_costs(steps: Sequence[MeasuredStep]) -> PlanCosts:
-    """Return the amounts of the least squared relative error, each at least 0.
+    """Return the amounts of the least squared error, relative to the expected time, each at least 0.
 
     Raises:
         ConfigError: there are too few steps.
@@ -216,27 +229,30 @@ def fit_costs(steps: Sequence[MeasuredStep]) -> PlanCosts:
     features = np.array([step.work.features() for step in steps], dtype=np.float64)
     seconds = np.array([step.seconds for step in steps], dtype=np.float64)
     # A step that was interrupted tells of other processes: the slowest hundredth of the first fit is left out.
-    amounts = _non_negative(features, seconds)
-    excess = seconds / np.maximum(features @ amounts, 1e-12)
-    kept = excess <= np.quantile(excess, 0.99)
-    amounts = _non_negative(features[kept], seconds[kept])
+    amounts = _non_negative(features, seconds, seconds)
+    expected = np.maximum(features @ amounts, 1e-12)
+    kept = seconds / expected <= np.quantile(seconds / expected, 0.99)
+    # Relative to its own time a slow step counts less than a fast one, so sums of such a fit are too short.
+    amounts = _non_negative(features[kept], seconds[kept], expected[kept])
     error = float(np.mean(np.abs(features[kept] @ amounts / seconds[kept] - 1.0)))
     fitted = dict(zip(AMOUNTS, map(float, amounts), strict=True))
     return PlanCosts(**fitted, error=error, num_steps=len(steps))
 
 
-def _non_negative(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Minimize |features x / seconds - 1|^2 over x >= 0 by an active set (Lawson and Hanson, 1974)."""
-    weighted = features / seconds[:, None]
+def _non_negative(
+    features: NDArray[np.float64], seconds: NDArray[np.float64], scales: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Minimize |(features x - seconds) / scales|^2 over x >= 0 by an active set (Lawson and Hanson, 1974)."""
+    weighted, sums = features / scales[:, None], seconds / scales
     scale = np.maximum(np.linalg.norm(weighted, axis=0), 1e-300)
     weighted = weighted / scale
     amounts, is_used = np.zeros(len(scale)), np.zeros(len(scale), dtype=np.bool_)
     for _ in range(MAX_CHANGES):
-        slopes = np.where(is_used, 0.0, weighted.T @ (1.0 - weighted @ amounts))
+        slopes = np.where(is_used, 0.0, weighted.T @ (sums - weighted @ amounts))
         if slopes.max() <= MAX_SLOPE * len(seconds) ** 0.5:
             break
         is_used[slopes.argmax()] = True
-        while (wanted := _fitted(weighted, is_used)).min() < 0.0:
+        while (wanted := _fitted(weighted, sums, is_used)).min() < 0.0:
             falling = wanted < 0.0
             share = np.min(amounts[falling] / (amounts[falling] - wanted[falling]))
             amounts = np.maximum(amounts + share * (wanted - amounts), 0.0)
@@ -246,8 +262,10 @@ def _non_negative(features: NDArray[np.float64], seconds: NDArray[np.float64]) -
     return fitted
 
 
-def _fitted(weighted: NDArray[np.float64], is_used: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _fitted(
+    weighted: NDArray[np.float64], sums: NDArray[np.float64], is_used: NDArray[np.bool_]
+) -> NDArray[np.float64]:
     """Return the unrestricted optimum of the used amounts; the others are 0."""
     optimum = np.zeros(len(is_used))
-    optimum[is_used] = np.linalg.lstsq(weighted[:, is_used], np.ones(len(weighted)), rcond=None)[0]
+    optimum[is_used] = np.linalg.lstsq(weighted[:, is_used], sums, rcond=None)[0]
     return optimum

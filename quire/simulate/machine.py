@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 from quire.kv_cache.spec import KVCacheConfig, decode_kv_config, encode_kv_config
 from quire.simulate.costs import PlanCosts, fit_costs, measured_steps
 
-MACHINE_VERSION = 2
+MACHINE_VERSION = 3
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -25,12 +25,14 @@ class Machine(msgspec.Struct, frozen=True):
         costs: of its steps.
         config: resolved configuration of the engine.
         kv_config: plain data of its KV cache.
+        front_end_s: time of a request outside the core until its first token.
     """
 
     model: str
     costs: PlanCosts
     config: EngineConfig
     kv_config: dict[str, Any]
+    front_end_s: float = 0.0
     version: int = MACHINE_VERSION
 
     @property

@@ -129,10 +129,16 @@ class Simulator:
         cache: its KV cache.
         costs: of its steps.
         concurrency: most requests in flight; others are sent as earlier ones end. 0: no limit.
+        front_end_s: time of a request outside the core.
     """
 
     def __init__(
-        self, config: EngineConfig, cache: KVCacheConfig, costs: PlanCosts, concurrency: int = 0
+        self,
+        config: EngineConfig,
+        cache: KVCacheConfig,
+        costs: PlanCosts,
+        concurrency: int = 0,
+        front_end_s: float = 0.0,
     ) -> None:
         self._clock = VirtualClock()
         self._scheduler = Scheduler(config, cache)
@@ -140,6 +146,7 @@ class Simulator:
         self._loop = make_loop(config.scheduler, self._scheduler, executor, self._clock)
         self._cache = cache
         self._concurrency = concurrency
+        self._front_end_s = front_end_s
         self._times: dict[str, RequestTimes] = {}
         self._refused: list[str] = []
         self._timeline: list[Sample] = []
@@ -169,9 +176,13 @@ class Simulator:
         )
 
     def _send(self, waiting: deque[tuple[int, SimulatedRequest]]) -> None:
-        """Add the requests that have arrived; an idle engine waits for the next one."""
+        """Add the requests that have arrived; an idle engine begins as soon as it has the next one."""
         if waiting and not self._scheduler.has_work():
-            self._clock.advance_to(waiting[0][1].arrival_s)
+            # Of several that are sent at once, a server has received one when its first step begins.
+            number, request = waiting.popleft()
+            self._clock.advance_to(request.arrival_s)
+            self._add(str(number), request)
+            return
         while waiting and waiting[0][1].arrival_s <= self._clock.now and self._has_place():
             number, request = waiting.popleft()
             self._add(str(number), request)
@@ -202,7 +213,7 @@ class Simulator:
         self._num_in_flight += 1
 
     def _record(self, update: RequestUpdate) -> None:
-        times, now = self._times[update.request_id], self._clock.now
+        times, now = self._times[update.request_id], self._clock.now + self._front_end_s
         if update.new_token_ids:
             if times.num_output_tokens:
                 times.gaps_s.append(now - times.last_s)

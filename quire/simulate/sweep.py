@@ -89,7 +89,8 @@ class Scenario:
     def run(self, machine: Machine) -> SimulatedRun:
         """Simulate it with a machine's step costs."""
         load = self.load.requests() if isinstance(self.load, LoadDescription) else self.load
-        return Simulator(self.config, self.cache, machine.costs, self.concurrency).run(load)
+        simulator = Simulator(self.config, self.cache, machine.costs, self.concurrency, machine.front_end_s)
+        return simulator.run(load)
 
     def _with_scheduler(self, name: str, value: Any) -> Scenario:
         scheduler = dataclasses.replace(self.config.scheduler, **{name: value})

@@ -100,6 +100,12 @@ def test_only_model_is_the_default(tmp_path: Path) -> None:
         ("models: {a: x}", "a must be a mapping"),
         ("models: {[a]: {model: x}}", "a key must be text"),
         ("models: {a: {model: !!python/object:os.system x}}", "line 1"),
+        (
+            "models: {a: {model: x, options: {max-num-seqs: 1, max_num_seqs: 2}}}",
+            "given twice, with - and with _",
+        ),
+        ("models: {a: &a {model: x, options: {seed: *a}}}", "an anchor (&) contains itself"),
+        (f"models: {'[' * 3000}", "is nested too deeply"),
     ],
 )
 def test_mistake_in_a_file_names_line_and_key(tmp_path: Path, text: str, message: str) -> None:

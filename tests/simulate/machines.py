@@ -15,10 +15,13 @@ from tests.scheduler.harness import make_config, make_kv_config
 
 COSTS = PlanCosts(
     plan_s=0.0005,
+    request_s=0.0003,
     pass_s=0.01,
     sample_s=0.001,
     row_to_4_s=0.0001,
+    row_to_8_s=0.0001,
     row_to_16_s=0.0002,
+    row_to_32_s=0.0003,
     row_to_64_s=0.0004,
     row_s=0.0002,
     position_s=1e-6,

@@ -33,7 +33,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20), st.booleans())
 def test_work_equals_plain_count(rows: list[tuple[int, int, bool]], passes: int) -> None:
     if passes > 1:  # only plans of one token per request have several passes
         rows = [(start, 1, True) for start, _, _ in rows]
-    positions, prompt_positions, bands = 0, 0, [0, 0, 0, 0]
+    positions, prompt_positions, bands = 0, 0, [0] * (len(BANDS) + 1)
     for start, count, samples in rows:
         for place in range(start, start + count + passes - 1):
             if place >= start + count or (count == 1 and samples):
@@ -45,7 +45,7 @@ def test_work_equals_plain_count(rows: list[tuple[int, int, bool]], passes: int)
             bands[sum(row >= end for end in BANDS)] += 1
     samples = [passes if samples else 0 for _, _, samples in rows]
     work = work_of([row[0] for row in rows], [row[1] for row in rows], samples, passes)
-    assert work == StepWork(passes, sum(samples), tuple(bands), positions, prompt_positions)
+    assert work == StepWork(len(rows), passes, sum(samples), tuple(bands), positions, prompt_positions)
 
 
 def random_work(generator: random.Random) -> StepWork:
@@ -59,7 +59,10 @@ def random_work(generator: random.Random) -> StepWork:
     return work_of(starts, counts, [passes * sampled for sampled in samples], passes)
 
 
-@given(st.lists(st.floats(0.0, 0.01), min_size=8, max_size=8), st.integers(0, 2**32))
+@given(
+    st.lists(st.floats(0.0, 0.01), min_size=len(AMOUNTS) - 1, max_size=len(AMOUNTS) - 1),
+    st.integers(0, 2**32),
+)
 def test_fit_predicts_exact_steps(amounts: list[float], seed: int) -> None:
     generator = random.Random(seed)
     known = PlanCosts(0.001, *amounts)
@@ -93,7 +96,7 @@ def test_costs_below_zero_are_refused(name: str, value: float) -> None:
 
 def test_costs_without_time_per_step_are_refused() -> None:
     with pytest.raises(ConfigError, match="never end"):
-        PlanCosts(0.0, 0.0, 1.0, 0.0, *[1.0] * 5)
+        PlanCosts(0.0, 0.0, 0.0, 1.0, 0.0, *[1.0] * 7)
 
 
 @pytest.mark.parametrize("steps", [1, 4])

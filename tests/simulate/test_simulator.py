@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from quire.simulate.costs import work_of
 from quire.simulate.load import LoadDescription, SimulatedRequest
 from quire.simulate.report import summarize, table
+from quire.simulate.simulator import Simulator
 from tests.simulate.machines import COSTS, make_machine, make_simulator
 
 LOADS = st.builds(
@@ -122,3 +123,37 @@ def test_table_has_a_row_for_each_run() -> None:
     lines = table([summarize("a", run), summarize("longer name", run)])
     assert len(lines) == 3
     assert len({len(line) for line in lines}) == 1
+
+
+def test_burst_finds_an_idle_engine_that_begins_at_once() -> None:
+    load = [SimulatedRequest(0.0, [number] * 6, 2) for number in range(2)]
+    first, second = make_simulator(make_machine()).run(load).requests
+    assert first.first_s == pytest.approx(COSTS.seconds(work_of([0], [6], [1], 1)))
+    assert second.first_s == pytest.approx(first.first_s + COSTS.seconds(work_of([6, 0], [1, 6], [1, 1], 1)))
+
+
+def test_mixed_steps_are_bounded_in_simulated_time() -> None:
+    prompts = [SimulatedRequest(at, [number] * 50, 2) for number, at in enumerate((0.05, 0.2), 2)]
+    load = [SimulatedRequest(0.0, [1] * 2, 40), *prompts]
+    options = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+    second_longest = [
+        sorted(make_simulator(make_machine(max_mixed_step_s=limit, **options)).run(load).requests[0].gaps_s)[
+            -2
+        ]
+        for limit in (0.0, 0.01)
+    ]
+    assert (
+        second_longest[0] > second_longest[1]
+    )  # the first prompt's step is measured, so the second one's is bounded
+
+
+def test_time_outside_the_core_is_in_first_tokens() -> None:
+    load = LoadDescription(5, 2.0, prompt_tokens="1-40", output_tokens="1-20").requests()
+    machine = make_machine()
+    runs = [
+        Simulator(machine.config, machine.cache, machine.costs, front_end_s=outside).run(load).requests
+        for outside in (0.0, 0.25)
+    ]
+    for plain, later in zip(*runs, strict=True):
+        assert later.first_s == pytest.approx(plain.first_s + 0.25)
+        assert later.gaps_s == pytest.approx(plain.gaps_s)

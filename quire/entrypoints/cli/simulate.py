@@ -47,7 +47,8 @@ def calibrate(output: Path, trace_file: Path | None, **params: Any) -> None:
     costs = machine.costs
     click.echo(
         f"{machine.model}: {1e3 * (costs.plan_s + costs.pass_s):.2f} ms a step, {1e6 * costs.sample_s:.0f} us a "
-        f"request, {1e6 * costs.row_s:.0f} us a token of a long prompt, {1e9 * costs.position_s:.1f} ns a position; "
+        f"request, {1e6 * costs.row_s:.0f} us a token of a long prompt, {1e9 * costs.position_s:.1f} ns a position, "
+        f"{1e3 * machine.front_end_s:.2f} ms outside the core; "
         f"mean error {costs.error:.0%} over {costs.num_steps} steps"
     )
 
