@@ -31,14 +31,13 @@ RELEASE_VENV := $(VENV)-release
 DIST   ?= dist
 MACHINES ?=
 VERSION ?=
-# An index besides PyPI for torch: https://download.pytorch.org/whl/cpu has builds without CUDA, a tenth of the size.
+# The index of torch, and of nothing else: https://download.pytorch.org/whl/cpu has builds without CUDA, a tenth of the size.
 TORCH_INDEX ?=
 # A build of torch for GPUs requires a version of triton of its own, which need not be the one that tests use without it.
 OWN_TRITON := from importlib.metadata import requires; print(any(r.startswith("triton") for r in requires("torch")))
 OWN_PINS := $(VENV)/.pins
 PINS    = $(if $(wildcard $(OWN_PINS)),$(OWN_PINS),constraints.txt)
-PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(PINS) \
-          $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(PINS)
 
 # The first interpreter that quire runs on and that can make environments.
 PROBE       := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
@@ -86,7 +85,7 @@ $(STAMP): $(INPUTS) | $(BIN)/python
 	@echo 'installing torch$(if $(TORCH_INDEX), from $(TORCH_INDEX))'
 	@$(if $(TORCH_INDEX),,echo '  PyPI has it with CUDA, 3 GB; on a machine without a GPU interrupt this, and add to the command:'; \
 	  echo '  TORCH_INDEX=https://download.pytorch.org/whl/cpu (200 MB)')
-	@$(PIP:$(PINS)=$(OWN_PINS)) torch
+	@$(PIP:$(PINS)=$(OWN_PINS)) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
 	@[ "$$($(BIN)/python -c '$(OWN_TRITON)')" = True ] || cp constraints.txt $(OWN_PINS)
 	@echo 'installing quire$(if $(EXTRAS), with the extras $(EXTRAS))'
 	@$(PIP:$(PINS)=$(OWN_PINS)) --config-settings=wheel.cmake=false --editable '.$(if $(EXTRAS),[$(EXTRAS)])'

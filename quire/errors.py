@@ -194,3 +194,11 @@ class ModelLoadError(StartupError):
 
 class UnsupportedModelError(StartupError):
     """Checkpoint with an architecture or an option that quire does not implement."""
+
+
+def yaml_place(error: Exception) -> str:
+    """Return where and why a YAML file cannot be read: `: line 1, column 7: expected ...`."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return f": {error}"
+    return f": line {mark.line + 1}, column {mark.column + 1}: {problem}"

@@ -26,7 +26,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import tokenizers
 
@@ -388,6 +388,12 @@ class Tokenizer:
         plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
         plain.encode_special_tokens = True
         return plain
+
+    def __call__(self, *args: Any, **keywords: Any) -> NoReturn:
+        """Refuse the call of transformers' tokenizers."""
+        raise TypeError(
+            "Tokenizer is not transformers' and cannot be called: encode(text) returns the token ids"
+        )
 
     if not TYPE_CHECKING:
         __getattr__ = missing_member("Tokenizer")

@@ -274,6 +274,8 @@ def as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     """Return one or several prompts as a list."""
     if isinstance(prompts, str | dict):
         return [cast(PromptType, prompts)]
+    if not isinstance(prompts, Iterable):
+        raise ValidationError(f"a prompt is a text or a list of token ids, got {prompts!r}")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [cast(PromptType, list(prompts))]
     return list(cast(Sequence[PromptType], prompts))

@@ -22,6 +22,7 @@ from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.entrypoints.offline import OfflineRequest, as_prompts, each_with, per_prompt
 from quire.entrypoints.offline_chat import ChatOptions, OfflineChat, compose_chat
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
+from quire.errors import ValidationError
 from quire.features import OFFLINE_METHODS
 from quire.inputs import ChatMessage, PromptType
 from quire.outputs import RequestOutput
@@ -298,4 +299,7 @@ def _stream_of(prompts: PromptType | Iterable[PromptType]) -> Iterable[PromptTyp
 
 
 def _as_conversations(messages: Sequence[Any]) -> list[Sequence[ChatMessage]]:
+    if isinstance(messages, str | dict):
+        kind = "a text" if isinstance(messages, str) else "one message"
+        raise ValidationError(f'messages must be a list of {{"role": ..., "content": ...}}, got {kind}')
     return [messages] if messages and isinstance(messages[0], dict) else list(messages)

@@ -66,7 +66,7 @@ def cached_models(cache_dir: str | None) -> list[CachedModel]:
     except CacheNotFound:
         return []
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the cache {cache_dir or ''} cannot be read: {error}") from None
+        raise ConfigError(f"the cache of Hugging Face models cannot be read (HF_HOME): {error}") from None
     models = []
     for repo in found.repos:
         if repo.repo_type != "model":

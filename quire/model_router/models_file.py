@@ -20,7 +20,7 @@ import yaml
 from quire.adapters import MODULES_FLAG
 from quire.config import ModelRouterConfig
 from quire.config.fields import hashed_key
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, QuireError, yaml_place
 from quire.models.checkpoint_files import has_file
 from quire.models.gguf.model import gguf_in, is_first_part
 
@@ -286,7 +286,7 @@ class _YamlFile:
         except OSError as error:
             raise ConfigError(f"--models {self._path}: {error.strerror}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--models {self._path} is not YAML: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"--models {self._path} is not YAML{yaml_place(error)}") from None
         if node is None:
             raise ConfigError(f"--models {self._path} is empty; it must have the key 'models'")
         return node

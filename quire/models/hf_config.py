@@ -20,6 +20,7 @@ from quire.config.arch import ModelArch, Multimodal
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 from quire.models.architectures import architecture_kind
 from quire.models.built_in import ALSO_CALLED
+from quire.models.checkpoint_files import has_file
 from quire.models.companions import FindModel, assemble
 from quire.models.config_overrides import TEXT, with_overrides
 from quire.models.generation_config import (
@@ -126,8 +127,23 @@ def config_json(model_dir: Path, overrides: dict[str, Any]) -> JsonObject:
     path = model_dir / "config.json"
     if (model_dir / _ADAPTER).is_file():
         _report_adapter(model_dir, path)
+    elif not has_file(path):
+        raise ModelLoadError(f"{path}: no such file; {_contents(model_dir)}")
     file = read_json_object(path)
     return JsonObject(file.where, with_overrides(file.values, overrides))
+
+
+def _contents(directory: Path) -> str:
+    """Return the words for a directory that is no model: the models inside, or else its files."""
+    inside = sorted(
+        str(path.parent)
+        for pattern in ("*", "snapshots/*")
+        for path in directory.glob(f"{pattern}/config.json")
+    )
+    if inside:
+        return f"a model is in {', '.join(inside[:_MAX_NAMED])}"
+    names = sorted(path.name for path in directory.glob("*"))
+    return f"the directory has {', '.join(names[:_MAX_NAMED]) or 'no files'}{', ...' if names[_MAX_NAMED:] else ''}"
 
 
 def _report_adapter(model_dir: Path, path: Path) -> None:

@@ -6,6 +6,7 @@ Invariant: no network access is needed if the cache has the files; `HF_HUB_OFFLI
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -207,9 +208,10 @@ def _how_many(found: Sequence[str], wanted: str) -> str:
 
 
 def cached_ids(cache_dir: str | None) -> list[str]:
-    """Return the ids of the models in Hugging Face's cache; `cache_dir` as in `HubModel`."""
+    """Return the ids of the models in Hugging Face's cache, none if it cannot be read; `cache_dir` as in `HubModel`."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     prefix = "models--"
-    folders = Path(cache_dir or HF_HUB_CACHE).glob(f"{prefix}*")
-    return sorted(folder.name.removeprefix(prefix).replace("--", "/") for folder in folders)
+    cache = Path(cache_dir or HF_HUB_CACHE)
+    names = os.listdir(cache) if os.access(cache, os.R_OK | os.X_OK) else []
+    return sorted(name.removeprefix(prefix).replace("--", "/") for name in names if name.startswith(prefix))

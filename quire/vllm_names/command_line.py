@@ -22,7 +22,20 @@ from quire.vllm_names.server_options import SERVER_OPTIONS
 FLAGS: Table = {**OPTIONS, **SERVER_OPTIONS}
 """Rows of every command with an engine."""
 _LEVEL = "-O"
-_OWN_SHORT = {"-sc": "speculative_config", "-q": "quantization", "-ep": "enable_expert_parallel"}
+_OWN_SHORT = {
+    "-sc": "speculative_config",
+    "-q": "quantization",
+    "-ep": "enable_expert_parallel",
+    "-dpn": "data_parallel_rank",
+    "-dpr": "data_parallel_start_rank",
+    "-dpl": "data_parallel_size_local",
+    "-dpa": "data_parallel_address",
+    "-dpp": "data_parallel_rpc_port",
+    "-dpb": "data_parallel_backend",
+    "-dph": "data_parallel_hybrid_lb",
+    "-dpe": "data_parallel_external_lb",
+    "-ac": "attention_config",
+}
 """vLLM's short forms of options that quire has under the same long name."""
 
 

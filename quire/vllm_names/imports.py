@@ -164,6 +164,10 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
     "quire.distributed.kv_events": {ALL: "subscribe as docs/kv_events.md shows; messages are vLLM's"},
     "quire.distributed.kv_transfer": {ALL: "a connector is a plug-in of quire.kv_connectors (docs/kv_store.md)"},
     "quire.entrypoints.api_server": {ALL: _SERVER},
+    "quire.entrypoints.openai.api_server": dict.fromkeys(
+        ("build_app", "init_app_state", "build_async_engine_client", "router"),
+        "add routes in a proxy, or call quire.entrypoints.openai.api_server.run_server(engine, server)",
+    ),
     "quire.entrypoints.chat_utils": {ALL: _TEMPLATES},
     "quire.renderers": {ALL: _TEMPLATES},
     "quire.entrypoints.pooling": {ALL: _SERVER},

@@ -53,6 +53,13 @@ def test_tools_that_are_none_are_refused_before_anything_runs(
         llm.chat(ASK, GREEDY, use_tqdm=False, tools=tools)
 
 
+def test_prompts_of_a_wrong_type_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValidationError, match=r"a prompt is a text or a list of token ids, got 5"):
+        llm.generate(5)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match=r"must be a list of .*, got one message"):
+        llm.chat({"role": "user", "content": "hi"})  # type: ignore[arg-type]
+
+
 def test_unknown_parser_is_reported_before_the_model_is_loaded() -> None:
     with pytest.raises(ConfigError, match="--tool-call-parser"):
         LLM("quire-demo", tool_call_parser="nonsense")

@@ -141,6 +141,13 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "m -tp 2 -pp 2 -dp 1": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "m -dcp 1 -pcp 1": {},
     "m -ep": {"enable_expert_parallel": True},
+    "m --headless -dp 4 -dpl 2 -dpr 2 -dpa 10.0.0.1 -dpp 13345 -dpb mp": {
+        "data_parallel_size_local": 2,
+        "data_parallel_start_rank": 2,
+        "data_parallel_address": "10.0.0.1",
+        "data_parallel_rpc_port": 13345,
+    },
+    "m -ac.backend FLASH_ATTN": {},
     "m --worker-use-ray": {"distributed_executor_backend": "ray"},
     "m --max-parallel-loading-workers 2": {},
     "m --data-parallel-master-ip 10.0.0.1": {"data_parallel_address": "10.0.0.1"},

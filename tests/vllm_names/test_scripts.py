@@ -199,6 +199,8 @@ def test_keywords_of_methods_are_accepted_or_refused(llm: LLM) -> None:
 def test_missing_tokenizer_method_says_what_to_do(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r"Tokenizer\.get_vocab is not in quire: call vocabulary\(\)"):
         llm.get_tokenizer().get_vocab()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"encode\(text\) returns the token ids"):
+        llm.get_tokenizer()("a")
     assert llm.get_tokenizer().encode("a", add_special_tokens=False)
     assert llm.get_tokenizer().eos_token_id is not None
 

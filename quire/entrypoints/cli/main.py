@@ -7,14 +7,16 @@ when it runs, so help and usage errors are immediate. A usage error ends in one 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
+from quire.__main__ import run
 from quire.entrypoints.cli.options import without_far_suggestions
 from quire.errors import QuireError
 from quire.logging_setup import EXIT_FAILED, EXIT_USAGE, configure_logging, say_error, say_failure
@@ -90,9 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say_usage(error)
     except click.Abort:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader has gone; the interpreter's last flush must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has gone
+        _drop_output()
+        return EXIT_FAILED
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _drop_output()
+        say_error("error: standard output cannot be written: " + os.strerror(error.errno))
         return EXIT_FAILED
     except QuireError as error:
         if os.environ.get("QUIRE_DEBUG") == "1":
@@ -100,11 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return say_failure(error)
 
 
-def run() -> NoReturn:
-    """Run the command of this process's arguments, and end it."""
-    from quire.processes import leave
-
-    leave(main())
+def _drop_output() -> None:
+    """Discard what standard output still buffers, since the interpreter's last flush would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say_usage(error: click.ClickException) -> int:
@@ -120,5 +125,5 @@ def _say_usage(error: click.ClickException) -> int:
     return EXIT_USAGE
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # vLLM's way to run its command
     run()

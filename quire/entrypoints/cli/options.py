@@ -27,7 +27,7 @@ from quire.config.fields import (
     parse_integer,
     plain_type,
 )
-from quire.errors import ConfigError
+from quire.errors import ConfigError, yaml_place
 from quire.logging_setup import configure_logging
 from quire.vllm_names.command_line import FLAGS, OwnFlag, translated_arguments
 from quire.vllm_names.environment import adopt_environment
@@ -92,7 +92,7 @@ def _load_mapping(path: str) -> dict[Any, Any]:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"--config {path} is not YAML{yaml_place(error)}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -69,7 +69,7 @@ def run_batch(
     started = time.monotonic()
     try:
         if prompt is None:
-            _check_no_row_options(params)
+            _check_no_table(input_file, params)
             unit = "lines"
             counts = _answer_lines(config, input_file, output_file, overwrite, retry_failed)
         else:
@@ -179,7 +179,11 @@ def _schema(path: str | None) -> Any:
         raise click.UsageError(f"--schema {path}: {error}") from None
 
 
-def _check_no_row_options(params: dict[str, Any]) -> None:
+def _check_no_table(input_file: str, params: dict[str, Any]) -> None:
+    if Path(input_file).suffix.lower() in (".csv", ".tsv", ".parquet"):
+        raise click.UsageError(
+            f"{input_file} is a table, which needs --prompt TEMPLATE, such as 'Translate: {{text}}'"
+        )
     for name in ROW_OPTIONS:
         if params[name] is not None:
             flag = "--" + name.replace("_", "-")

@@ -24,6 +24,7 @@ from quire.errors import ConfigError, StartupError
 from quire.logging_setup import say_failure
 from quire.processes import freeze_garbage, leave, uncollected
 from quire.unix_sockets import listen_unix
+from quire.vllm_names.imports import attributes_of
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
@@ -152,6 +153,9 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None
     return uvloop.new_event_loop
 
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(__name__)  # vLLM's names that are absent
 
 if __name__ == "__main__":
     from quire.entrypoints.cli.main import main

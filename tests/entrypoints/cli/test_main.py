@@ -158,6 +158,31 @@ def test_reader_that_went_away_is_no_traceback() -> None:
 
 
 @pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [
+        (">/dev/full", 1, "error: standard output cannot be written: No space left on device\n"),
+        ("<&- >&- 2>&-", 0, ""),
+    ],
+)
+def test_standard_streams_that_fail(redirection: str, code: int, message: str) -> None:
+    command = f"{sys.executable} -m quire list {redirection}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, message)
+
+
+def test_interrupt_during_imports_leaves_no_traceback() -> None:
+    program = (
+        "import builtins, sys; real = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'click': raise KeyboardInterrupt\n"
+        "    return real(name, *rest)\n"
+        "from quire.__main__ import run; builtins.__import__ = interrupted; run()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(
     ("words", "found"),
     [("quire run-b", "plain,run-batch"), ("quire serve --max-model", "plain,--max-model-len")],
 )

@@ -40,6 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the commands name."""
     root = tmp_path_factory.mktemp("mistakes")
     (root / "empty").mkdir()
+    shutil.copytree(DEMO, root / "hub/snapshots/1")
     for name in ("bad_json", "no_tokenizer", "truncated", "no_weights", "unknown"):
         shutil.copytree(DEMO, root / name)
     (root / "bad_json/config.json").write_text("{ x")
@@ -73,7 +74,8 @@ MISTAKES = (
     ("run hi --model meta-llama/Llama-3.1-8B", 1, "is not on this machine, and HF_HUB_OFFLINE forbids to fetch it"),
     ("run hi --model unsloth/Llama-3.2-1B-GGUF:Q4_K_M", 1, "model 'unsloth/Llama-3.2-1B-GGUF:Q4_K_M' is not on"),
     ("run hi --model llama3.2:1b", 1, "model 'llama3.2:1b' is one of Ollama's names, which are not known here; give a"),
-    ("run hi --model ./empty", 1, "empty/config.json: no such file"),
+    ("run hi --model ./empty", 1, "empty/config.json: no such file; the directory has no files"),
+    ("run hi --model ./hub", 1, "hub/config.json: no such file; a model is in {folder}/hub/snapshots/1"),
     ("run hi --model ./bad_json", 1, "bad_json/config.json: not valid JSON: Expecting property name"),
     ("run hi --model ./no_tokenizer", 1, "no_tokenizer has no tokenizer.json and no other file of a tokenizer; name"),
     ("run hi --model ./truncated", 1, "truncated: tensor 'model.embed_tokens.weight' ends at byte"),
@@ -90,7 +92,7 @@ MISTAKES = (
     ("run hi --tensor-parallel-size 3", 2, "cannot be sharded evenly over so many ranks; possible: 1, 2"),
     ("serve --port {busy}", 1, "cannot listen on 127.0.0.1:{busy}: Address already in use; choose another --host or"),
     ("serve --host 203.0.113.7 --port 0", 1, "cannot listen on 203.0.113.7:0: Cannot assign requested address; choose"),
-    ("serve --config syntax.yaml", 2, "--config syntax.yaml is not YAML: while parsing a flow sequence"),
+    ("serve --config syntax.yaml", 2, "--config syntax.yaml is not YAML: line 2, column 3: expected ',' or ']'"),
     ("serve --config unknown.yaml", 2, "unknown.yaml: unknown key 'prot'; did you mean 'port'?"),
     ("serve --config value.yaml", 2, "value.yaml: Invalid value for '--port': 'eight' is not an integer"),
     ("serve --config none.yaml", 2, "--config none.yaml: No such file or directory"),
@@ -104,6 +106,7 @@ MISTAKES = (
     ("serve --port 0 --otlp-traces-endpoint localhost:4317", 2, "must be a URL, such as http://localhost:4318/v1/tra"),
     ("chat -q hi --url http://127.0.0.1:9", 1, "[Errno 111] Connect call failed"),
     ("run-batch -i none.jsonl -o out.jsonl", 2, "could not open file 'none.jsonl': No such file or directory"),
+    ("run-batch -i table.CSV -o out.csv", 2, "table.csv is a table, which needs --prompt TEMPLATE"),
     ("run {long} --max-model-len 64", 2, "this model's maximum context length is 64 tokens"),
 )  # fmt: skip
 """Command, exit code, and a part of the message."""
@@ -124,7 +127,7 @@ def test_mistake_is_one_sentence_with_an_exit_code(
     assert main(argv) == code
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert words.format(busy=busy).lower() in errors[0].lower()
+    assert words.format(busy=busy, folder=folder).lower() in errors[0].lower()
 
 
 def test_mistake_in_a_key_file_quotes_no_key(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
