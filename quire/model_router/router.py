@@ -338,8 +338,8 @@ class ModelRouter:
             found.step_bytes / MIB,
         )
         self.planner.sized(model, found.size)
-        if (error := self.planner.too_large(self.planner.models[model])) is not None:
-            logger.error("%s", error)  # no request may ask for a pinned model for a long time
+        if (refusal := self.planner.too_large(self.planner.models[model])) is not None:
+            logger.error("%s", refusal)  # no request may ask for a pinned model for a long time
         self.step()
 
     async def _load(self, model: str) -> None:
