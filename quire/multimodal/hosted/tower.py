@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +33,7 @@ from quire.models.transformers_backend.tensors import (
     held_tensors,
     stored_tensors,
 )
-from quire.multimodal.towers.base import Arrays, Slices, Tower, sequences
+from quire.multimodal.towers.base import Arrays, Slices, Tower, sequences, torch_on_one_thread
 from quire.worker.media_rows import Embeddings
 
 _NAME = "quire-encoder"
@@ -113,7 +112,7 @@ class HostedTower(Tower):
     def slices(self, arrays: Arrays) -> Slices:
         inner = self._theirs[0].to(self.device)  # buffers, which are of the host
         given = {name: self._given(array) for name, array in arrays.items()}
-        with _one_thread():
+        with torch_on_one_thread():
             found = inner.get_image_features(**given)
         features = getattr(found, "pooler_output", found)
         rows = features if isinstance(features, Tensor) else torch.cat([*features])
@@ -124,17 +123,6 @@ class HostedTower(Tower):
         if np.issubdtype(array.dtype, np.floating):
             return self.to_device(array)
         return torch.from_numpy(array).to(self.device)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute torch's own operations on one thread; those of ours have threads of their own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _build(config: EngineConfig, whole: JsonObject) -> PreTrainedModel:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -230,6 +231,23 @@ def activation_of(config: JsonObject, key: str, default: str) -> Callable[[Tenso
     """
     known = {**PLAIN, "quick_gelu": quick_gelu}
     return known[config.choice(key, tuple(known), default)]
+
+
+@contextmanager
+def torch_on_one_thread(most: int | None = None) -> Iterator[None]:
+    """Compute torch's own operations on one thread; kernels have threads of their own.
+
+    `most`: no effect if torch has more threads.
+    """
+    before = torch.get_num_threads()
+    if most is not None and before > most:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 Rows = Generator[None, None, Tensor]

@@ -27,7 +27,7 @@ from quire.layers.base import activation_dtype
 from quire.media import EncodeProgress, MediaItem
 from quire.models.safetensors_file import SafetensorsFile
 from quire.multimodal.families import FAMILIES
-from quire.multimodal.towers.base import LENGTHS, TOKEN_IDS, Tower, TowerState
+from quire.multimodal.towers.base import LENGTHS, TOKEN_IDS, Tower, TowerState, torch_on_one_thread
 from quire.multimodal.towers.load import has_tower, load_tower, warm_up
 from quire.plugins import import_place
 from quire.worker.media_rows import Embeddings
@@ -35,6 +35,12 @@ from quire.worker.media_rows import Embeddings
 logger = logging.getLogger(__name__)
 
 _VALUES = "values"  # of an item of kind "embeds"
+_SPINNING = 2
+"""Most threads of torch that are not used beside kernels.
+
+An idle thread of torch spins on a core that kernels need: where a program has loaded OpenMP itself, for milliseconds.
+More cores gain more from torch's threads than they lose so.
+"""
 _NUM_RECENT = 8
 """Slices whose longest one the next slice is expected to take."""
 _MOST_JOINED = 512
@@ -90,7 +96,7 @@ class EncoderStore:
         until = time.monotonic() + budget_s
         failed: dict[bytes, str] = {}
         is_first = True
-        with library.as_in_kernels():
+        with library.as_in_kernels(), torch_on_one_thread(_SPINNING):
             for place, item in enumerate(items):
                 while item.digest not in self._done and item.digest not in failed:
                     began = time.monotonic()
