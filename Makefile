@@ -85,7 +85,8 @@ $(STAMP): $(INPUTS) | $(BIN)/python
 	@echo 'installing torch$(if $(TORCH_INDEX), from $(TORCH_INDEX))'
 	@$(if $(TORCH_INDEX),,echo '  PyPI has it with CUDA, 3 GB; on a machine without a GPU interrupt this, and add to the command:'; \
 	  echo '  TORCH_INDEX=https://download.pytorch.org/whl/cpu (200 MB)')
-	@$(PIP:$(PINS)=$(OWN_PINS)) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
+	@$(subst --quiet,$$([ -t 1 ] || echo --quiet),$(PIP:$(PINS)=$(OWN_PINS))) \
+	  $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch  # on a terminal with pip's bar of progress
 	@[ "$$($(BIN)/python -c '$(OWN_TRITON)')" = True ] || cp constraints.txt $(OWN_PINS)
 	@echo 'installing quire$(if $(EXTRAS), with the extras $(EXTRAS))'
 	@$(PIP:$(PINS)=$(OWN_PINS)) --config-settings=wheel.cmake=false --editable '.$(if $(EXTRAS),[$(EXTRAS)])'

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -108,4 +109,6 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute or name)
 
 
+if "QUIRE_LAST_IMPORTS" in os.environ:  # this process is a child (`quire.processes`)
+    sys.path.append(os.environ["QUIRE_LAST_IMPORTS"])
 sys.meta_path.append(VllmFinder())

@@ -27,6 +27,8 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 parent ignore them.
 """
 
+LAST_IMPORTS = "QUIRE_LAST_IMPORTS"
+"""Variable with the directory where a child finds modules that are nowhere else: a user's `http.py` hides none."""
 PATH_VARIABLES = (
     *("PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"),
     *("TRITON_CACHE_DIR", "QUIRE_CPU_LIBRARY"),
@@ -58,9 +60,10 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
             for name, paths in relative.items()
         }
         own = [os.path.join(here, path) for path in _paths_of_the_program()]
-        imports = dict.fromkeys([*own, *absolute.get("PYTHONPATH", "").split(os.pathsep), here])
+        imports = dict.fromkeys([*own, *absolute.get("PYTHONPATH", "").split(os.pathsep)])
         paths = [path.rstrip("/") for path in imports if path not in ("", "/")]
-        return {**environment, **absolute, "PYTHONPATH": os.pathsep.join(paths)}
+        last = {} if here == "/" else {LAST_IMPORTS: here}  # "/": this process is a child itself
+        return {**environment, **absolute, **last, "PYTHONPATH": os.pathsep.join(paths)}
     return dict(environment)
 
 

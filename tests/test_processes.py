@@ -88,9 +88,11 @@ def test_leave_reports_output_that_cannot_be_written(monkeypatch: pytest.MonkeyP
 
 def test_start_python_works_in_root_with_our_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("NAME = 'mine'")
+    (tmp_path / "random.py").write_text("raise SystemExit('a user's file instead of the standard library')")
     monkeypatch.chdir(tmp_path)
     program = (
-        "import json, mine, os, sys, tests; print(mine.NAME, os.getcwd(), os.environ['HF_HOME'], sys.argv[1])"
+        "import quire, json, mine, os, random, sys, tests; "
+        "print(mine.NAME, os.getcwd(), os.environ['HF_HOME'], sys.argv[1])"
     )
     environment = {**os.environ, "HF_HOME": "hub"}
     with start_python(["-c", program, "x"], environment, stdout=subprocess.PIPE) as child:

@@ -151,8 +151,7 @@ def test_wheel_in_an_empty_environment_answers(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    assert "manylinux" in wheel.name
-    assert wheel.name.endswith(f"_{machine}.whl")
+    assert wheel.name.endswith(f"manylinux_2_28_{machine}.whl")
     tool.try_wheel(wheel, ROOT / "constraints.txt", tmp_path)
 
 

@@ -30,7 +30,8 @@ DEBIAN = {"x86_64": "g++-x86-64-linux-gnu", "aarch64": "g++-aarch64-linux-gnu"}
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 """Numbers of the machines in the header of an ELF file."""
 GLIBC = "2.28"
-"""Oldest glibc of a library that Zig compiles."""
+"""Oldest glibc that a wheel is for, which is that of torch's wheels."""
+POLICY = "manylinux_2_28"
 ZIG_NAMES = """\
 for argument do
   shift
@@ -104,7 +105,7 @@ def default_machines() -> list[str]:
 def compile_kernels(machine: str, to: Path) -> Path:
     """Compile the kernels of all instruction sets of a machine, and return the library below `to`."""
     native = machine == platform.machine()
-    folder = ROOT / "build" / ("kernels" if native else f"kernels-{machine}")
+    folder = ROOT / "build" / f"wheel-{machine}"
     command = compiler_for(machine)
     if command is None:
         sys.exit(f"error: no C++ compiler for {machine}")
@@ -124,6 +125,7 @@ def compile_kernels(machine: str, to: Path) -> Path:
         *ninja,
         "-DQUIRE_ISAS=all",
         "-DQUIRE_COMPLETE=ON",
+        *([] if len(command) > 1 else [f"-DCMAKE_CXX_FLAGS=-include {ROOT / 'tools/glibc_2_28.h'}"]),
         *([] if native else cross),
     )
     run("cmake", "--build", folder, "--parallel", str(os.cpu_count() or 1))
@@ -161,7 +163,17 @@ def make_packages(to: Path, machines: list[str]) -> list[Path]:
             folder.mkdir()
             library = compile_kernels(machine, work / f"installed-{machine}")
             wheel = with_library(pure, library, machine, folder)
-            run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", to, wheel)
+            run(
+                sys.executable,
+                "-m",
+                "auditwheel",
+                "repair",
+                "--plat",
+                f"{POLICY}_{machine}",
+                "--wheel-dir",
+                to,
+                wheel,
+            )
     return sorted(path for path in to.iterdir() if path.is_file())
 
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.vllm_names.llama_options import LLAMA_OPTIONS
 from quire.vllm_names.option_values import translated_value
 from quire.vllm_names.options import NAMED_PATHS, OPTIONS
 from quire.vllm_names.row import NameRow, Table, Takes, flag_of, translated
 from quire.vllm_names.server_options import SERVER_OPTIONS
 
-FLAGS: Table = {**OPTIONS, **SERVER_OPTIONS}
+FLAGS: Table = {**LLAMA_OPTIONS, **OPTIONS, **SERVER_OPTIONS}
 """Rows of every command with an engine."""
 _LEVEL = "-O"
 _OWN_SHORT = {
@@ -35,8 +36,9 @@ _OWN_SHORT = {
     "-dph": "data_parallel_hybrid_lb",
     "-dpe": "data_parallel_external_lb",
     "-ac": "attention_config",
+    "-m": "model",
 }
-"""vLLM's short forms of options that quire has under the same long name."""
+"""Short forms of vLLM and llama.cpp, of options that quire has under the same long name."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ def _row_of(name: str, table: Table) -> NameRow | None:
     if not name.startswith("--"):
         short = _LEVEL if name.startswith(_LEVEL) and (name == _LEVEL or name[2:].isdigit()) else name
         return next((row for row in table.values() if short in row.short), None)
-    plain = name.removeprefix("--no-") if name.startswith("--no-") else name.removeprefix("--")
-    return table.get(plain.replace("-", "_"))
+    plain = name.removeprefix("--").replace("-", "_")
+    return table.get(plain) or table.get(plain.removeprefix("no_"))
 
 
 def _own_value(name: str) -> list[str]:

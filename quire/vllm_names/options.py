@@ -152,9 +152,10 @@ _PARALLEL = (
     accepted("max_parallel_loading_workers", "each rank reads its own part of the weights"),
     accepted("enable_dbo", "experts are exchanged in one way", _SWITCH),
     accepted(
-        "all2all_backend ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold moe_backend",
+        "all2all_backend dbo_decode_token_threshold dbo_prefill_token_threshold moe_backend",
         "experts are exchanged and computed in one way",
     ),
+    accepted("ubatch_size", "--max-num-batched-tokens is the size of a step", short=("-ub",)),
     accepted("disable_nccl_for_dp_synchronization", "replicas are not synchronized", _SWITCH),
     accepted("distributed_timeout_seconds", "ranks that end or hang are noticed; see --core-heartbeat-timeout"),
     accepted(

@@ -77,9 +77,11 @@ def renamed(
     return [NameRow(name, Fate.RENAMED, why, to=to, takes=takes, short=short)]
 
 
-def by_value(name: str, values: Values, why: str, takes: Takes = Takes.ONE) -> list[NameRow]:
+def by_value(
+    name: str, values: Values, why: str, takes: Takes = Takes.ONE, short: tuple[str, ...] = ()
+) -> list[NameRow]:
     """Return the row of a name whose values are values of other options."""
-    return [NameRow(name, Fate.RENAMED, why, values=values, takes=takes)]
+    return [NameRow(name, Fate.RENAMED, why, values=values, takes=takes, short=short)]
 
 
 def refused(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import fields
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ from quire.entrypoints.cli.run import run
 from quire.entrypoints.cli.serve import serve
 from quire.errors import ConfigError
 from quire.vllm_names.bench_options import BENCH_OPTIONS
+from quire.vllm_names.llama_options import LLAMA_OPTIONS, RUN_OPTIONS
 from tests.fixtures.folded import folded
 
 
@@ -168,6 +170,26 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "m --collect-detailed-traces all": {},
     "m --numa-bind": {"cpu_pin_threads": True},
     "m --distributed-timeout-seconds 60 --ubatch-size 2 --enable-dbo --moe-backend triton": {},
+    "-m m -c 4096 -np 4 -t 2 -b 512 -ub 128 -ngl 99 -fa on": {
+        "max_model_len": 4096,
+        "max_num_seqs": 4,
+        "cpu_threads": 2,
+        "max_num_batched_tokens": 512,
+    },
+    "m -ctk q8_0 -ctv q8_0 -a b --jinja --no-mmap --mlock --no-mmproj": {
+        "kv_cache_dtype": "int8",
+        "served_model_name": ("b",),
+        "language_model_only": True,
+    },
+    "m -n 9 --temp 0.5 --repeat-penalty 1.1 --reasoning-budget 0": {
+        "override_generation_config": {"max_new_tokens": 9, "temperature": 0.5, "repetition_penalty": 1.1},
+        "default_chat_template_kwargs": {"enable_thinking": False},
+    },
+    "-hf o/n:Q4_K_M -md d.gguf --draft-max 4 --pooling mean --metrics --slots": {
+        "model": "o/n:Q4_K_M",
+        "speculative_config": {"method": "draft_model", "model": "d.gguf", "num_speculative_tokens": 4},
+        "pooler_config": {"pooling_type": "MEAN"},
+    },
     """m --custom-histogram-buckets '{"a": [1]}' --disable-uvicorn-metrics-access-log""": {},
 }
 
@@ -210,6 +232,14 @@ REFUSED = {
     'm --lora-modules \'{"name": "a"}\'': "path",
     "m --speculative-config.method ngram --spec-method suffix": "another value",
     "m --worker-use-ray --distributed-executor-backend mp": "drop one",
+}
+
+REFUSED |= {
+    "m --lora a.gguf": "--lora-modules NAME=DIRECTORY",
+    "m -ot x=CPU": "--device cpu or cuda",
+    "m -ctk q4_0": "must be one of f32, f16, bf16, q8_0",
+    "m --slot-save-path x": "--kv-store",
+    "m --grammar-file x": "structured_outputs",
 }
 
 # Flag in neither -> the suggestion.
@@ -263,6 +293,23 @@ def test_command_line_sets_options(line: str) -> None:
     for name, expected in ACCEPTED[line].items():
         assert value(line, name) == expected
     assert configs(line)[2]["model_argument"] in ("m", None)
+
+
+def test_llama_cpp_and_ollama_flags_of_run_are_read() -> None:
+    line = "m hi --temp 0 -n 9 -sys s --format json --keepalive 5m -cnv"
+    wanted = {"temperature": 0.0, "max_tokens": 9, "system_prompt": "s", "json_schema": '{"type": "object"}'}
+    assert parsed(run, line).items() >= wanted.items()
+    with pytest.raises(click.UsageError, match="behind the model: quire run MODEL"):
+        parsed(run, "-m m -p hi")
+
+
+def test_flags_of_llama_server_lead_to_options() -> None:
+    served = {*engine_fields(), *(field.name for field in fields(ServerConfig)), "models"}
+    ran = {str(param.name) for param in run.params}
+    for rows, options in ((LLAMA_OPTIONS, served), (RUN_OPTIONS, ran)):
+        for row in rows.values():
+            targets = {row.to, *(target for values in row.values.values() for target in values)} - {""}
+            assert {target.partition(".")[0] for target in targets} <= options, row
 
 
 @folded("line", REFUSED)

@@ -43,6 +43,7 @@ ENVIRONMENT = {
     "QUIRE_DEBUG_KERNELS": "1: C++ kernels find their outputs filled with NaN, so that what one leaves out shows.",
     "QUIRE_KERNELS": "auto (default), or reference: plain torch for every op.",
     "QUIRE_PLUGINS": "Names of the installed plug-ins to let in, with commas between; default: all; empty: none.",
+    "QUIRE_LAST_IMPORTS": "Set by quire for its own processes: the directory in which they find modules last.",
     "QUIRE_LOG_FORMAT": "What `--log-format` says, of commands that have no such flag.",
     "QUIRE_LOG_LEVEL": f"{', '.join(LEVELS)}; what `--log-level` says, of commands that have no such flag.",
 }  # Environment variable -> meaning.

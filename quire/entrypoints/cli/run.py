@@ -45,6 +45,8 @@ from quire.entrypoints.cli.run_chat import (
 )
 from quire.errors import ConfigError, ValidationError
 from quire.torch_import import hastened_import
+from quire.vllm_names.command_line import FLAGS
+from quire.vllm_names.llama_options import RUN_OPTIONS
 from quire.vllm_names.row import nearest
 
 SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
@@ -285,7 +287,7 @@ class RunCommand(EngineCommand):
         return super().invoke(ctx)
 
 
-@click.command(cls=RunCommand)
+@click.command(cls=RunCommand, vllm_flags={**FLAGS, **RUN_OPTIONS})
 @click.argument("words", nargs=-1, metavar="[MODEL] [PROMPT]")
 @constraint_options
 @click.option("--max-tokens", type=HumanInt(), help="Most tokens to generate; default: 256, in a chat 2048.")

@@ -180,14 +180,14 @@ def _schema(path: str | None) -> Any:
 
 
 def _check_no_table(input_file: str, params: dict[str, Any]) -> None:
-    if Path(input_file).suffix.lower() in (".csv", ".tsv", ".parquet"):
-        raise click.UsageError(
-            f"{input_file} is a table, which needs --prompt TEMPLATE, such as 'Translate: {{text}}'"
-        )
     for name in ROW_OPTIONS:
         if params[name] is not None:
             flag = "--" + name.replace("_", "-")
             raise click.UsageError(f"{flag} is about the rows of a table, which needs --prompt TEMPLATE")
+    if Path(input_file).suffix.lower() in (".csv", ".tsv", ".parquet"):
+        raise click.UsageError(
+            f"{input_file} is a table, which needs --prompt TEMPLATE, such as 'Translate: {{text}}'"
+        )
 
 
 def _is_same(input_file: str, output_file: str) -> bool:

@@ -41,7 +41,10 @@ CHAT_NAMES = {
     "enable_thinking": "think",
     "reasoning_effort": "think",
 }  # Chat's field names -> Ollama's.
-NOT_SUPPORTED = ("template", "context")
+NOT_SUPPORTED = {
+    "template": "the server's operator gives --chat-template; raw sends a prompt without one",
+    "context": "send the conversation as messages to /api/chat",
+}
 Fields = dict[str, Any]
 
 
@@ -68,9 +71,9 @@ def chat_names(request: TurnRequest) -> dict[str, str]:
 
 def generate_turn(request: GenerateRequest) -> Fields:
     """Return the chat request of /api/generate, with at most one user message. Raises as `chat_turn` does."""
-    for name in NOT_SUPPORTED:
+    for name, instead in NOT_SUPPORTED.items():
         if getattr(request, name):
-            raise ValidationError(f"{name} is not supported", param=name)
+            raise ValidationError(f"{name} is not supported: {instead}", param=name)
     if request.suffix and request.system:
         raise ValidationError("system is for a conversation, and suffix for a text", param="system")
     system = [{"role": "system", "content": request.system}] if request.system else []

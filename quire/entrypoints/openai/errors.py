@@ -43,10 +43,19 @@ ANTHROPIC_TYPES = {
 }
 HTTP_ERRORS = {
     404: ("NotFoundError", ""),
-    405: ("MethodNotAllowedError", "This path does not take this method."),
+    405: ("MethodNotAllowedError", "This path takes other methods."),
 }
 # Header that identifies Anthropic's clients on paths shared with other APIs.
 ANTHROPIC_VERSION = "anthropic-version"
+_NO_MODELFILES = (
+    "models come from Hugging Face or a directory, and defaults from --override-generation-config"
+)
+ABSENT_PATHS = {
+    "/api/create": _NO_MODELFILES,
+    "/api/copy": "a model gets further names by --served-model-name",
+    "/api/push": "nothing is uploaded",
+}
+"""Ollama's paths that clients try and no server here has -> what to do instead."""
 MAX_PATH_CHARS = 80  # Of an unknown path, in the message about it.
 REQUEST_ID, ANTHROPIC_REQUEST_ID = "x-request-id", "request-id"
 
@@ -201,6 +210,8 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     kind, sentence = HTTP_ERRORS.get(error.status_code, ("BadRequestError", "The request cannot be handled."))
     if error.status_code == 404:
         sentence = _nothing_at(request)
+    elif methods:
+        sentence = f"This path takes {headers['Allow']}, not {request.method:.20}."
     body = error_body(sentence, kind, error.status_code)
     return ErrorResponse(body, error.status_code, headers)
 
@@ -208,6 +219,8 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 def _nothing_at(request: Request) -> str:
     """Return the sentence for an unknown path, with the path that the client may mean."""
     path = _path_of(request.scope)
+    if path in ABSENT_PATHS:
+        return f"{path} does not exist here: {ABSENT_PATHS[path]}."
     paths: list[str] = request.app.state.document.paths
     ending = [known for known in paths if path != "/" and known.endswith(path)]
     near = ending[:1] or difflib.get_close_matches(path[:MAX_PATH_CHARS], paths, n=1, cutoff=0.8)

@@ -152,6 +152,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValidationError(f"the body is not valid UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
+        if not body:
+            raise ValidationError("the body is empty; send a JSON object") from None
         raise ValidationError(f"the body is not valid JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
         raise _too_deep() from None

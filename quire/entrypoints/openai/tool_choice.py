@@ -64,6 +64,8 @@ def resolve_tools(request: ChatFields) -> None:
         request.notes.ignore(f"tools[].{offered.type}")
         left_out.append(offered.type)
     request.show_tools(tools, left_out)
+    if isinstance(request, ChatCompletionRequest) and request.tool_choice == "any":  # Mistral's name
+        request.tool_choice = "required"
     if isinstance(request, ChatCompletionRequest) and isinstance(request.tool_choice, dict):
         _normalize_choice(request, request.tool_choice)
 
@@ -336,7 +338,7 @@ def _required_tools(request: ChatCompletionRequest) -> list[tuple[int, Tool]]:
         what = (
             _needs_tools(request)
             if choice == "required"
-            else "must be none, auto, required or name a function"
+            else "must be none, auto, required (or any) or name a function"
         )
         raise ValidationError(f"tool_choice {what}", param="tool_choice")
     function = choice.get("function")

@@ -279,7 +279,7 @@ async def test_template_says_why_it_refused(client: httpx.AsyncClient) -> None:
 
 JSON = {"content-type": "application/json"}
 BODIES: list[tuple[bytes, str]] = [
-    (b"", "not valid JSON"),
+    (b"", "the body is empty"),
     (b"{", "not valid JSON"),
     (b"[]", "must be a JSON object"),
     (b"null", "must be a JSON object"),

@@ -313,6 +313,15 @@ async def test_odd_schema_of_strict_tool_is_refused(what: str, schema: dict[str,
                 assert message.startswith(f"tools.1.{name} at /"), message
 
 
+async def test_tool_choice_any_of_mistrals_clients_is_required() -> None:
+    async with client_for(engine := FakeEngine(FakeTokenizer()), tool_call_parser="hermes") as client:
+        for choice in ("required", "any"):
+            response = await client.post(CHAT, json=body(CHAT, tools=[tool(CHAT)], tool_choice=choice))
+            assert response.status_code == 200, response.text
+        first, second = (seen[1].structured_outputs for seen in engine.seen[-2:])
+        assert first == second is not None
+
+
 async def test_arguments_that_may_be_null_are_an_object() -> None:
     schema = {"type": ["object", "null"], "properties": {"x": {"type": "integer"}}, "required": ["x"]}
     async with client_for(engine := FakeEngine(FakeTokenizer()), tool_call_parser="hermes") as client:

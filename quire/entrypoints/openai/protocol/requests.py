@@ -30,7 +30,9 @@ Messages = Annotated[
     Objects, Field(min_length=1, max_length=shapes.MAX_MESSAGES), WithJsonSchema(shapes.MESSAGES)
 ]
 TemplateOptions = Annotated[dict[str, Any] | None, WithJsonSchema(shapes.optional(shapes.TEMPLATE_OPTIONS))]
-ToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(shapes.TOOL_CHOICE)]
+ToolChoice = Annotated[
+    str | dict[str, Any] | None, WithJsonSchema(shapes.any_of(shapes.TOOL_CHOICE, shapes.enum("any")))
+]
 
 
 class RequestModel(BaseModel):
