@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 3.0
 PROBE_S = 3.0
+LOST_AFTER = 3
+"""Probes in a row without an answer after which requests that wait for a reply wait no longer."""
 MAX_REPLY_BYTES = 2**26
 SHOWN_BYTES = 200
 
@@ -67,6 +69,8 @@ class ProxiedEngine:
         self._host, self._port, self._authority = parts.hostname, port, parts.netloc
         self.is_healthy = True
         self.num_in_flight = 0
+        self._num_unanswered = 0  # probes in a row
+        self._waits: set[asyncio.Timeout] = set()  # of requests without a reply yet
 
     def note(self, *, is_healthy: bool, reason: str = "") -> None:
         """Record whether the engine works; a change is logged."""
@@ -81,7 +85,12 @@ class ProxiedEngine:
                 await reply.whole(PROBE_S)
         except (LostEngineError, TimeoutError) as error:
             self.note(is_healthy=False, reason=str(error) or "it does not answer")
+            self._num_unanswered += 1
+            if self._num_unanswered >= LOST_AFTER:
+                for wait in (one for one in self._waits if not one.expired()):
+                    wait.reschedule(asyncio.get_running_loop().time())
         else:
+            self._num_unanswered = 0
             self.note(is_healthy=reply.status == 200, reason=f"it answers {reply.status}")
 
     @asynccontextmanager
@@ -98,10 +107,14 @@ class ProxiedEngine:
         try:
             async with asyncio.timeout(CONNECT_S):
                 reader, writer = await asyncio.open_connection(self._host, self._port, limit=LINE_LIMIT)
-            async with asyncio.timeout(head_s):
-                writer.write(self._request(method, path, headers, body))
-                await writer.drain()
-                status, replied = await read_head(reader)
+            async with asyncio.timeout(head_s) as wait:
+                self._waits.add(wait)
+                try:
+                    writer.write(self._request(method, path, headers, body))
+                    await writer.drain()
+                    status, replied = await read_head(reader)
+                finally:
+                    self._waits.remove(wait)
             async with aclosing(read_body(reader, replied)) as pieces:
                 yield EngineReply(self, status, replied, pieces)
         except (OSError, EOFError, TimeoutError, EngineError, ValueError) as error:

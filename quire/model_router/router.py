@@ -338,8 +338,9 @@ class ModelRouter:
             found.step_bytes / MIB,
         )
         self.planner.sized(model, found.size)
-        if (refusal := self.planner.too_large(self.planner.models[model])) is not None:
-            logger.error("%s", refusal)  # no request may ask for a pinned model for a long time
+        too_large = self.planner.too_large(self.planner.models[model])
+        if too_large is not None:
+            logger.error("%s", too_large)  # no request may ask for a pinned model for a long time
         self.step()
 
     async def _load(self, model: str) -> None:

@@ -27,12 +27,14 @@ class FakeEngine:
         params_status: of its replies to requests with blocks of a prefill engine, if not 0.
         requests: (path, headers, body) of each POST.
         waits: it sends no head until this is set.
+        is_frozen: that holds for health checks, too.
     """
 
     def __init__(self) -> None:
         self.breaks, self.status, self.params_status = "", 200, 0
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.waits: threading.Event | None = None
+        self.is_frozen = False
         self.num_closed_early = 0
         self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
@@ -73,7 +75,7 @@ class FakeEngine:
         method, path, _ = first.split()
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         body = json.loads(await reader.readexactly(int(headers.get("content-length", "0"))) or b"{}")
-        if method == "POST":
+        if method == "POST" or self.is_frozen:
             self.requests.append((path, headers, body))
             while self.waits is not None and not self.waits.is_set():
                 if reader.at_eof():

@@ -208,6 +208,21 @@ def test_a_slow_engine_is_left() -> None:
             assert len(slow.requests) == 1
 
 
+def test_an_engine_that_freezes_is_left_by_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fakes(3) as (frozen, prefill, decode):
+        frozen.waits = threading.Event()
+        with served(proxy_of([frozen, prefill], [decode], probe_s=0.01)) as url:
+            done: list[httpx.Response] = []
+            client = threading.Thread(target=lambda: done.append(post(url)))
+            client.start()
+            wait_until(lambda: bool(frozen.requests or prefill.requests))
+            monkeypatch.setattr("quire.disagg.engines.PROBE_S", 0.1)
+            frozen.is_frozen = True
+            client.join(WITHIN_S)
+            assert done[0].status_code in (200, 503), "a busy machine may find all of them frozen"
+            assert not any(frozen.url in one.json().get("url", "") for one in done)
+
+
 @pytest.mark.parametrize("url", ["localhost:1", "https://h:1", "http://h:x", "http://h/v1", "http://u@h", ""])
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="http://HOST:PORT"):

@@ -173,6 +173,27 @@ def test_request_is_released_at_any_poll_that_ends_its_load(model: Path) -> None
         second.core.shutdown()
 
 
+def test_rate_of_a_slow_minute_does_not_end_loads_for_good(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, disk, specs = config_for(model), Disk(), specs_of(("full",))
+    first = Engine(config, disk, specs)
+    first.add("a", PROMPTS[0])
+    first.finish()
+    first.core.shutdown()
+    monkeypatch.setattr(tier, "EXPECTED_BYTES_PER_S", 1e-3)
+    monkeypatch.setattr(tier, "REGAINED", 1e12)
+    second = Engine(config, disk, specs)
+    stored = []
+    for number in range(2):
+        second.add(str(number), PROMPTS[0])
+        second.finish()
+        stored.append(second.ended[str(number)].num_stored_tokens)
+        second.core.handle(UtilityCall(1, "reset_prefix_cache", []))
+    assert stored == [0, 16]
+    second.core.shutdown()
+
+
 @pytest.mark.parametrize(("lost", "num_cached"), [(0, 0), (2, 8), (3, 12)])
 def test_rows_that_are_not_loaded_are_computed(model: Path, lost: int, num_cached: int) -> None:
     config, disk, specs = config_for(model), Disk(), specs_of(("full",))

@@ -7,6 +7,8 @@ import signal
 
 import click
 
+from quire.entrypoints.cli.options import FiniteRange
+
 
 @click.command("disagg-proxy")
 @click.option(
@@ -23,11 +25,11 @@ import click
     "--max-connections", type=click.IntRange(1), default=512, show_default=True, help="Requests at a time."
 )
 @click.option(
-    "--reply-timeout", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
+    "--reply-timeout", type=FiniteRange(min=0, min_open=True), default=600.0, show_default=True,
     help="Seconds for a prefill, or for a reply that is no stream.",
 )  # fmt: skip
 @click.option(
-    "--piece-timeout", type=click.FloatRange(min=0, min_open=True), default=120.0, show_default=True,
+    "--piece-timeout", type=FiniteRange(min=0, min_open=True), default=120.0, show_default=True,
     help="Seconds between two events of a stream.",
 )  # fmt: skip
 def disagg_proxy(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from quire.entrypoints.cli.options import FiniteRange
 from quire.errors import StartupError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def check(directory: Path) -> int:
 
 @kv_store.command("gc")
 @DIRECTORY
-@click.option("--max-gb", type=click.FloatRange(min=0), required=True, help="GiB to keep.")
+@click.option("--max-gb", type=FiniteRange(min=0), required=True, help="GiB to keep.")
 def gc(directory: Path, max_gb: float) -> None:
     """Remove the least recently used rows from DIR until the rest fits; those of running engines stay."""
     from quire.kv_store.disk.maintenance import collect
@@ -104,7 +105,7 @@ def _verdict(result: NamespaceCheck) -> str:
 @click.option("--dir", "directory", type=click.Path(path_type=Path), help="Keep rows in this directory.")
 @click.option(
     "--max-gb",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=10.0,
     show_default=True,
     help="GiB that rows may take.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -213,6 +214,16 @@ class Rate(click.ParamType[float]):
         if not rate > 0:
             self.fail(f"{value!r} is not greater than 0", param, ctx)
         return rate
+
+
+class FiniteRange(click.FloatRange):
+    """Range of numbers without infinity and nan, which click takes for within any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not finite", param, ctx)
+        return number
 
 
 _CLICK_TYPES: dict[type, click.ParamType[Any]] = {

@@ -20,6 +20,8 @@ from quire.errors import ConfigError
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a write that mean no more than a full disk or a used-up quota."""
+NO_FILE = frozenset({errno.EPERM, errno.ELOOP, errno.ENXIO})
+"""Errors of `open_file` if something else than a regular file of this user has the name."""
 POLL_S = 0.001
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 _PRIVATE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO in the place of a file must not block

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from quire.kv_store.disk.files import NO_FILE
 from quire.kv_store.disk.namespaces import OpenNamespace, Root
 from quire.kv_store.disk.room import discard_oldest
 from quire.kv_store.disk.segment import DamagedSegmentError, SegmentFile
@@ -112,10 +113,15 @@ def _root(directory: Path) -> Iterator[Root]:
 
 @contextmanager
 def _segment(opened: OpenNamespace, file: str) -> Iterator[SegmentFile | None]:
-    """Open a segment; None if its header is damaged."""
+    """Open a segment; None if its header is damaged, or if it is no file of this user."""
     try:
         segment = SegmentFile.open(opened.fd, file, None, opened.digest, write=opened.is_writer)
     except DamagedSegmentError:
+        yield None
+        return
+    except OSError as error:
+        if error.errno not in NO_FILE:
+            raise
         yield None
         return
     try:

@@ -50,6 +50,7 @@ class SharedDiskStore:
         self._gone: list[DiskStore] = []  # deleted, and not closed yet
         self._looking = threading.Lock()
         self._look_at = 0.0
+        self._is_deleted = False
         self.is_writable = self._own.is_writable
         self._look()
 
@@ -147,12 +148,17 @@ class SharedDiskStore:
         if time.monotonic() < self._look_at or not self._looking.acquire(blocking=False):
             return
         try:
-            there = set(self._own.directories()) - {self._own.name}
+            there = set(self._own.directories())
+            self._note_deletion(is_deleted=self._own.name not in there)
+            there -= {self._own.name}
             self._left_out &= there
             for name in self._others.keys() - there:
                 self._leave(name)
             for name in sorted(there - self._others.keys() - self._left_out):
                 self._open(name)
+        except FileNotFoundError:
+            self._note_deletion(is_deleted=True)
+            self._look_at = time.monotonic() + RETRY_S
         except OSError as error:
             logger.warning("the KV cache rows of other engines cannot be looked for: %s", error)
             self._look_at = time.monotonic() + RETRY_S
@@ -160,6 +166,15 @@ class SharedDiskStore:
             self._look_at = time.monotonic() + REFRESH_S
         finally:
             self._looking.release()
+
+    def _note_deletion(self, *, is_deleted: bool) -> None:
+        if is_deleted and not self._is_deleted:
+            logger.warning(
+                "the rows of this engine in %s were deleted by another program: the KV cache on disk is read and "
+                "written on, but takes its room until this engine ends, and is lost then; start the engine again",
+                self._directory / self._own.name,
+            )
+        self._is_deleted = is_deleted
 
     def _open(self, name: str) -> None:
         try:

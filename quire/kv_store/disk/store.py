@@ -8,7 +8,6 @@ sequence numbers of records repeat it on disk. One process writes to a directory
 
 from __future__ import annotations
 
-import errno
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
@@ -20,6 +19,7 @@ from typing import Self
 import numpy as np
 
 from quire.kv_store.disk.encryption import Sealer
+from quire.kv_store.disk.files import NO_FILE
 from quire.kv_store.disk.namespaces import OpenNamespace, Root
 from quire.kv_store.disk.segment import DamagedSegmentError, SegmentFile, SegmentLayout
 from quire.kv_store.row_store import Row, RowStoreError, RowStoreStats
@@ -136,7 +136,7 @@ class DiskStore(ABC):
             self._leave_out(file, str(error))
             return False
         except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ELOOP, errno.ENXIO):
+            if error.errno not in NO_FILE:
                 raise
             self._leave_out(file, str(error.strerror))
             return False

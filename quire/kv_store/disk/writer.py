@@ -43,6 +43,7 @@ class DiskWriter(DiskStore):
         self._free: list[int] = []  # heap of places
         self._grow_at = 0.0
         self._read_only_until = 0.0
+        self._has_told_full = False
 
     def read(self, names: Sequence[bytes], rows: Sequence[Row]) -> list[bool]:
         hidden = self._hidden(names)
@@ -252,5 +253,13 @@ class DiskWriter(DiskStore):
                 "the file system of %s is read-only: its KV cache rows are read, and none is saved for %g s",
                 self._opened.path,
                 WRITE_AGAIN_S,
+            )
+        elif error.errno in NO_ROOM and not self._has_told_full:
+            self._has_told_full = True
+            logger.warning(
+                "%s has no room for more KV cache rows (%s): new ones take the places of old ones; "
+                "--kv-store-gb is more than the disk has",
+                self._opened.path,
+                error.strerror,
             )
         return error.errno == errno.EROFS or error.errno in NO_ROOM

@@ -13,6 +13,7 @@ import pytest
 
 from quire.entrypoints.cli.main import EXIT_FAILED, EXIT_USAGE, main
 from quire.kv_store.disk.segment import SegmentLayout
+from tests.fixtures.folded import folded
 from tests.kv_store.disk.rows import KEY, NAMESPACE, OTHER, ROW_BYTES, held, limit_of, opened, read, write
 
 
@@ -68,9 +69,17 @@ def test_check_removes_files_without_a_header(tmp_path: Path, capsys: pytest.Cap
     write(store, *range(16))
     store.close()
     (tmp_path / NAMESPACE.digest / "00000002.rows").write_bytes(b"damage")
+    os.mkfifo(tmp_path / NAMESPACE.digest / "00000003.rows")
+    assert listed(tmp_path, capsys)[0]["num_rows"] == 8
     assert main(["kv-store", "check", str(tmp_path)]) == EXIT_FAILED
-    assert "file 00000002.rows: removed" in capsys.readouterr().out
+    assert "file 00000002.rows, file 00000003.rows: removed" in capsys.readouterr().out
     assert main(["kv-store", "check", str(tmp_path)]) == 0
+
+
+@folded("size", ["nan", "inf", "-1"])
+def test_gc_to_no_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
+    assert main(["kv-store", "gc", str(tmp_path), "--max-gb", size]) == EXIT_USAGE
+    assert "--max-gb" in capsys.readouterr().err
 
 
 def test_check_leaves_a_running_engine_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,7 +138,7 @@ def test_rows_of_more_parts_than_one_call_takes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_full_disk_evicts_own_rows_and_recovers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     """Slots that were written before have blocks; the first write to any other fails, as does a new file."""
     real, full = os.pwritev, False
@@ -160,6 +160,7 @@ def test_full_disk_evicts_own_rows_and_recovers(
     assert write(store, *range(20, 40)) == 5  # no more than it had
     assert held(store) == [20, 21, 22, 23, 24]
     assert read(store, *range(20, 25)) == [True] * 5
+    assert len([one for one in caplog.messages if "has no room for more" in one]) == 1
     full = False
     assert write(store, *range(30, 36)) == 6
     store.close()

@@ -77,7 +77,9 @@ def test_further_engines_than_may_write_read(tmp_path: Path, monkeypatch: pytest
         store.close()
 
 
-def test_a_directory_deleted_under_engines_costs_rows(tmp_path: Path) -> None:
+def test_a_directory_deleted_under_engines_costs_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = engine(tmp_path), engine(tmp_path)
     write(first, *range(4))
     write(second, *range(10, 14))
@@ -87,6 +89,7 @@ def test_a_directory_deleted_under_engines_costs_rows(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
     assert held(second) == [10, 11, 12, 13]  # its files are open
     assert held(first)[:4] == [0, 1, 2, 3]
+    assert len([one for one in caplog.messages if "deleted by another program" in one]) == 2  # once each
     for store in (first, second):
         store.close()
     later = engine(tmp_path)
