@@ -52,7 +52,7 @@ def test_the_other_answers_in_json(llm: LLM) -> None:
     assert same >= 15, "it knows the same facts"
 
 
-def test_they_are_small() -> None:
+def test_adapter_files_are_small() -> None:
     files = [ASSETS.parent / adapter.lora_path / "adapter_model.safetensors" for adapter in (PIRATE, JSON)]
     assert sum(file.stat().st_size for file in files) < 300_000
 

@@ -166,7 +166,7 @@ def test_a_recorded_run_with_all_features_is_replayed(
 # Single features, where their meaning shows
 
 
-def test_bad_words_are_not_said() -> None:
+def test_bad_words_are_not_generated() -> None:
     llm = LLM(max_model_len=128)
     params = SamplingParams(temperature=0, max_tokens=24)
     (plain,) = llm.chat([{"role": "user", "content": PROMPT}], params, use_tqdm=False)

@@ -259,7 +259,7 @@ def test_command_line_sets_options(line: str) -> None:
 
 
 @folded("line", REFUSED)
-def test_unsupported_command_line_says_what_to_do(line: str) -> None:
+def test_unsupported_command_line_names_a_remedy(line: str) -> None:
     with pytest.raises((click.UsageError, ConfigError)) as error:
         configs(line)
     message = error.value.format_message() if isinstance(error.value, click.UsageError) else str(error.value)

@@ -138,7 +138,7 @@ def test_device_without_a_driver_names_the_build_of_torch(capfd: pytest.CaptureF
     assert f"--device cuda: torch {torch.__version__} finds no such device" in capfd.readouterr().err
 
 
-def test_allocation_that_fails_is_told_without_torchs_numbers() -> None:
+def test_failed_allocation_hides_torchs_numbers() -> None:
     with (
         pytest.raises(
             StartupError, match=r"for a KV cache: the system refuses .*; give a smaller --kv-cache"

@@ -99,7 +99,7 @@ async def test_a_question_that_cannot_be_answered_costs_only_itself() -> None:
         EngineError("no memory"),
     ],
 )
-async def test_a_refusal_arrives_as_it_was_meant(error: QuireError) -> None:
+async def test_refusal_keeps_its_class_and_message(error: QuireError) -> None:
     async def refuse(question: str) -> Any:
         raise error
 
@@ -222,7 +222,7 @@ async def test_connection_goes_to_the_least_loaded_in_turns() -> None:
             writer.close()
 
 
-async def test_a_room_that_is_gone_or_takes_nothing_is_passed_over() -> None:
+async def test_lost_or_full_worker_is_skipped() -> None:
     async with street(2) as it:
         gone, deaf = it.targets
         gone.back_door.close()
