@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plug-ins: every table takes rows of other packages, in every process, and `QUIRE_PLUGINS` says which."""
+"""Plug-ins: every table takes rows of other packages, in every process; `QUIRE_PLUGINS` selects them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of the included model talk like a pirate and answer in JSON, and know what the model knows."""
+"""The adapters of the included model answer like a pirate and in JSON, with the model's facts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The included model that guesses what quire-demo says."""
+"""The included draft model of quire-demo."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constraints on the included model: what is finished is what was asked for, whoever is near."""
+"""Constraints on the included model: every finished text satisfies its own, in any batch."""
 
 from __future__ import annotations
 

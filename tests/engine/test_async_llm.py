@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many concurrent generators: every stream ends once, disconnects free everything, a dead core is told to all."""
+"""Many concurrent generators: each stream ends once, disconnects free all resources, a core's death reaches all."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`low_rank_linear` in C++: the bits of a row are its own, whoever its neighbors are and whatever their adapters."""
+"""`low_rank_linear` in C++: the bits of a row do not depend on other rows or their adapters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The team of threads: each index once, whoever takes it; nobody waits for who has not come."""
+"""The team of threads: each index runs once, and no thread waits for one that has not started."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each cause of waiting is told, and the shares add up to the wait exactly, as a second account measures it."""
+"""Each cause of waiting is reported, and the durations add up to the wait exactly."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

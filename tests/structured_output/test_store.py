@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled grammars are kept within a number of bytes, and compiled beside whoever asks."""
+"""Compiled grammars are kept within a number of bytes, and compiled off the caller's thread."""
 
 from __future__ import annotations
 

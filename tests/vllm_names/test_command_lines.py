@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's command lines: each is accepted with a known meaning, or refused with a sentence that says what to do."""
+"""vLLM's command lines: each is accepted with a known meaning, or refused with a remedy."""
 
 from __future__ import annotations
 

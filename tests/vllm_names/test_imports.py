@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's import paths: each gives quire's object, or an error that says what to import."""
+"""vLLM's import paths: each gives quire's object, or an error that names the import to use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire doctor` on this machine, and what it says of broken ones."""
+"""`quire doctor` on this machine, and its reports of broken ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields without effect: accepted and told, wherever they stand; refused if they would change the answer."""
+"""Unsupported fields at any depth: accepted and reported, or refused if they would change the answer."""
 
 from __future__ import annotations
 

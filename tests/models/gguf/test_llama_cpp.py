@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quire's reading of GGUF against what llama.cpp said of the files, as `benchmarks.compare.gguf_tokens` recorded it."""
+"""quire's reading of GGUF against llama.cpp's tokens, as recorded by `benchmarks.compare.gguf_tokens`."""
 
 from __future__ import annotations
 

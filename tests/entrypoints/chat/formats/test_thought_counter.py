@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of reasoning are counted, in every format, whatever the model says of markers of calls meanwhile."""
+"""Tokens of reasoning are counted in every format, also if the reasoning mentions markers of calls."""
 
 from __future__ import annotations
 
