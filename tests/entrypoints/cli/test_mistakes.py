@@ -7,7 +7,6 @@ do what is asked.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import socket
 from collections.abc import Iterator
@@ -24,15 +23,6 @@ from quire.errors import StartupError
 from quire.worker.step_worker import enough_memory
 
 DEMO = ASSETS / "quire-demo"
-
-
-@pytest.fixture(autouse=True)
-def _quiet_log() -> Iterator[None]:
-    logger = logging.getLogger("quire")
-    before = logger.level, logger.handlers[:]
-    yield
-    logger.setLevel(before[0])
-    logger.handlers[:] = before[1]
 
 
 @pytest.fixture(scope="module")
