@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether guessing ever loses: tokens per second with it over those without, in turns.
+"""Speculation against plain decode, in turns: ratios of tokens per second.
 
     python -m benchmarks.auto_loses [--quantization int8] [--num-tokens 128] [--num-rounds 5] [--batch-sizes 1 8]
 

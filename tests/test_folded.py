@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of `folded`: which cases run, and what a failure says."""
+"""Tests of `folded`: the cases that run, and messages of failures."""
 
 from __future__ import annotations
 

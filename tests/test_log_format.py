@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of the log: one JSON object each, or text in which nobody can forge a line."""
+"""Log lines: one JSON object each, or text in which no client can forge a line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plug-ins: every table takes rows of other packages, in every process, and `QUIRE_PLUGINS` says which."""
+"""Plug-ins: every table takes rows of other packages, in every process; `QUIRE_PLUGINS` selects them."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_model_of_a_package_is_known_by_its_architecture(offer: Offer) -> None
     assert ModelRegistry.resolve_config_reader("MyArch").__name__ == "read_qwen3"
 
 
-def test_the_variable_says_which_plug_ins_are_let_in(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_selects_plug_ins(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(EXECUTORS.group, f"abacus={__name__}:Abacus", f"slide={__name__}:Abacus")
     for value, expected in [
         ("slide", ["slide"]),

@@ -43,7 +43,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         private_directories.remove(directory)
 
 
-def test_one_is_its_users_alone_until_it_is_removed(folder: Path) -> None:
+def test_directory_is_private_until_removed(folder: Path) -> None:
     directory = private_directories.make("all-")
     assert directory.parent == folder
     assert directory.name.startswith("quire-all-")

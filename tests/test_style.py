@@ -98,6 +98,17 @@ def test_style_missing_license_is_found_and_fixed(tmp_path: Path) -> None:
     }
 
 
+def test_style_british_spelling_is_found_in_code_and_pages(tmp_path: Path) -> None:
+    british, american = "quantis" + "ed_colo" + "ur", "quantized_color"
+    (tmp_path / "page.md").write_text(f"{american}\n{british} and hourly centers\n")
+    (tmp_path / "a.py").write_text(f"# {LICENSE}\n{british} = {american} = precise = otherwise = 1\n")
+    rules = [
+        f"{word!r} is British spelling: use the American one" for word in ("quantis" + "ed", "colo" + "ur")
+    ]
+    places = [f"{tmp_path / 'a.py'}:2", f"{tmp_path / 'page.md'}:2"]
+    assert check(tmp_path).stderr.splitlines() == [f"{place}: {rule}" for place in places for rule in rules]
+
+
 def test_style_missing_folder_is_an_error(tmp_path: Path) -> None:
     done = check(tmp_path / "none")
     assert done.returncode == 1

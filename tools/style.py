@@ -15,13 +15,24 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "quire"
-FOLDERS = (PACKAGE, "csrc", "tests", "benchmarks", "tools", "demo_model", "examples")
+FOLDERS = (PACKAGE, "csrc", "tests", "benchmarks", "tools", "demo_model", "examples", "docs")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 MAX_TEST_NAME = 60  # characters
 LICENSE = "SPDX-License-Identifier: Apache-2.0"
 COMMENTS = {".py": "#", ".sh": "#", ".cpp": "//", ".h": "//"}
-"""File name's end -> beginning of a comment, for the files that are checked."""
+"""File name's end -> beginning of a comment, for the source files that are checked."""
+PAGE = ".md"  # end of a page's name; of pages only the spelling is checked
+FREE_SPELLING = ("benchmarks/results/", "demo_model/facts.py", "demo_model/phrases.py", "demo_model/talk.py")
+"""Beginnings of paths of records and of training texts, whose spelling is theirs."""
 
+_BRITISH = re.compile(
+    r"(?:quant|penal|capital|general|optim|random|recogn|summar|util|vector|serial|token|initial|normal|synchron|special"
+    r"|organ|author|minim|maxim|final|custom|parallel|standard)is(?:e[drs]?|ers|ing|ations?)(?![a-z])"
+    r"|analys(?:e|ed|ing)(?![a-z])|(?:col|behavi|fav|hon|neighb)our|(?<![a-z])centr(?:e|es|ed)(?![a-z])|licence"
+    r"|(?<![a-z])(?:un)?(?:label|model|level|dial)l(?:ed|ing)(?![a-z])|(?<![a-z])grey(?![a-z])",
+    re.IGNORECASE,
+)
 _CLAUSE = re.compile(r"(What|Who|Whom|Whose|Which|How|Where|When|Why|That|Of)\b")
 
 
@@ -66,6 +77,16 @@ def check_class_names(folder: Path) -> Iterator[Finding]:
             seen.setdefault(node.name, path)
 
 
+def check_spelling(path: Path, text: str) -> Iterator[Finding]:
+    """Yield a finding for each word that American English spells otherwise."""
+    name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else ""
+    if name.startswith(FREE_SPELLING) or path == Path(__file__):
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        for word in _BRITISH.findall(line):
+            yield Finding(path, number, f"{word!r} is British spelling: use the American one")
+
+
 def check_license(path: Path, text: str) -> Iterator[Finding]:
     """Yield a finding if neither the first line, nor the one behind `#!`, names the license."""
     lines = text.split("\n", 2)
@@ -81,7 +102,7 @@ def add_license(path: Path, text: str) -> None:
 
 
 def check_file(path: Path, *, fix: bool = False) -> list[Finding]:
-    """Return the findings in a source file, in the order of their lines.
+    """Return the findings in a source file or a page, in the order of their lines.
 
     Args:
         fix: add a missing license, in place of its finding.
@@ -90,12 +111,15 @@ def check_file(path: Path, *, fix: bool = False) -> list[Finding]:
         SyntaxError: the file ends with .py and is no Python.
     """
     text = path.read_text(encoding="utf-8")
+    misspelled = list(check_spelling(path, text))
+    if path.suffix == PAGE:
+        return misspelled
     unlicensed = list(check_license(path, text))
     if unlicensed and fix:
         add_license(path, text)
         return check_file(path)
     if path.suffix != ".py":
-        return unlicensed
+        return [*unlicensed, *misspelled]
     tree = ast.parse(text, str(path))
     found = [
         finding
@@ -103,11 +127,11 @@ def check_file(path: Path, *, fix: bool = False) -> list[Finding]:
         for check in (check_docstring, check_test_name)
         for finding in check(path, node)
     ]
-    return sorted([*unlicensed, *found], key=lambda finding: finding.line)
+    return sorted([*unlicensed, *misspelled, *found], key=lambda finding: finding.line)
 
 
 def check_folders(folders: Sequence[Path], *, fix: bool = False) -> list[Finding]:
-    """Return the findings in all source files below some folders; `fix` as in `check_file`.
+    """Return the findings in all source files and pages below some folders; `fix` as in `check_file`.
 
     Raises:
         SystemExit: one of them is no folder.
@@ -115,7 +139,9 @@ def check_folders(folders: Sequence[Path], *, fix: bool = False) -> list[Finding
     for folder in folders:
         if not folder.is_dir():
             sys.exit(f"{folder} is no folder: name folders of source files")
-    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in COMMENTS]
+    files = [
+        path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in {*COMMENTS, PAGE}
+    ]
     return [finding for path in files for finding in check_file(path, fix=fix)]
 
 
@@ -124,6 +150,8 @@ def main() -> int:
     names = [name for name in sys.argv[1:] if name != "--fix"]
     folders = [Path(name) for name in names] or [ROOT / name for name in FOLDERS]
     found = check_folders(folders, fix="--fix" in sys.argv)
+    for page in PAGES if not names else ():
+        found += check_file(ROOT / page)
     for package in folders:
         if package.name == PACKAGE:
             found += check_class_names(package)

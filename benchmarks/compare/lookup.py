@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""llama.cpp's own way to guess from the text (`llama-lookup`), for `benchmarks.copied_text`."""
+"""llama.cpp's prompt lookup (`llama-lookup`), for `benchmarks.copied_text`."""
 
 from __future__ import annotations
 

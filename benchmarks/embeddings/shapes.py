@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of published shapes with random weights, and what is asked of them."""
+"""Models of published shapes with random weights, and the requests to them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a server, soaks it, and says what did not hold; the exit code is 1 if anything did not."""
+"""Soak test of a server: prints each violated condition; the exit code is 1 if there is one."""
 
 from __future__ import annotations
 

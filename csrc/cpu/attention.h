@@ -104,7 +104,7 @@ inline int64_t item_rows(const Call& call, int64_t items) {
     return larger_of(kLeastItemRows, smaller_of(kMostItemRows, smaller_of(fit, all / items)));
 }
 
-// Calls body(item) for all items of up to so many rows, in an order that keeps neighbours on the same keys.
+// Calls body(item) for all items of up to so many rows, in an order that keeps neighbors on the same keys.
 template <class Body>
 inline void for_each_item(const Call& call, int64_t rows, Body body) {
     const Batch& batch = call.batch;

@@ -29,7 +29,7 @@ constexpr int64_t first_half(int64_t count) {
     return half;
 }
 
-// Neighbours are added, then the sums of neighbours, and so on; every sum is rounded to the parts' type.
+// Neighbors are added, then the sums of neighbors, and so on; every sum is rounded to the parts' type.
 template <int64_t count, class T, class Lanes>
 inline Vec tree_sum(const T* const* parts, int64_t i, Lanes lanes) {
     if constexpr (count == 1) {

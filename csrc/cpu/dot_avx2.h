@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dot products of AVX2: bytes are multiplied and neighbours added in 16 bits.
+// Dot products of AVX2: bytes are multiplied and neighbors added in 16 bits.
 
 #pragma once
 

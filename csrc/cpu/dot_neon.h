@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dot products of Arm processors: with I8MM unsigned bytes by signed ones, with DotProd signed by signed, and without either
-// products of 16 bits whose neighbours are added.
+// products of 16 bits whose neighbors are added.
 
 #pragma once
 

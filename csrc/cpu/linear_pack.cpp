@@ -132,7 +132,7 @@ inline Steps steps_of(Range range, bool symmetric, float factor) {
     return steps;
 }
 
-// The squared error of a group in such steps; multiplied, not divided, which differs where both neighbours are as good.
+// The squared error of a group in such steps; multiplied, not divided, which differs where both neighbors are as good.
 template <class T>
 inline float error_of(const T* x, int64_t n, const Steps& steps) {
     if (!steps.usable()) return __builtin_inff();

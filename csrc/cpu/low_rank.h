@@ -3,7 +3,7 @@
 //
 // Rows are sorted by adapter, and those of one are multiplied together, a few at a time, so that its weights are read once. A
 // sum over inputs is made of kChains sums, each over every kChains-th input; those over ranks go in their order. So no
-// neighbour changes a bit.
+// neighbor changes a bit.
 
 #pragma once
 
@@ -215,7 +215,7 @@ private:
     }
 };
 
-// Calls body with each piece's rows and weights as its type says; neighbours of a slot come one after the other in each job, so
+// Calls body with each piece's rows and weights as its type says; neighbors of a slot come one after the other in each job, so
 // that what they share of its weights is near.
 template <class W, class Body>
 inline void for_pieces(int64_t jobs, int64_t work, const Stacks& of, const AdaptedRows& rows, const Pieces& pieces,

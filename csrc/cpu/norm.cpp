@@ -5,7 +5,7 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// The variance is that of the centred row: a sum of squares less the square of the sum would cancel.
+// The variance is that of the centered row: a sum of squares less the square of the sum would cancel.
 template <class T, class W>
 inline void layer_norm_row(T* out, const T* x, const W* weight, const W* bias, int64_t n, float eps) {
     const float mean = reduce_row(x, n, [](Vec v, Vec total) { return total + v; }) / static_cast<float>(n);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packed weights: how a matrix [N, K] lies in memory so that every kernel can vectorise over outputs.
+// Packed weights: how a matrix [N, K] lies in memory so that every kernel can vectorize over outputs.
 //
 // A panel holds 16 outputs. Float panels are [K][16], and of bfloat16 [K / 2][16][2], the second of two k first. Panels of
 // codes walk k in quads, because four bytes of k are what one dot-product instruction eats per output. A step is 64 bytes:

@@ -24,7 +24,7 @@ inline void rotate_halves(T* x, const Float32* cos, const Float32* sin, int64_t 
     });
 }
 
-// Pairs (2 i, 2 i + 1): one vector holds four of them, each rotated with its neighbour lane.
+// Pairs (2 i, 2 i + 1): one vector holds four of them, each rotated with its neighbor lane.
 template <class T>
 inline void rotate_pairs(T* x, const Float32* cos, const Float32* sin, int64_t half) {
     for_each_vector(2 * half, [&](int64_t i, auto lanes) {
@@ -34,8 +34,8 @@ inline void rotate_pairs(T* x, const Float32* cos, const Float32* sin, int64_t h
             s[j] = j % 2 ? sin[(i + j) / 2].value : -sin[(i + j) / 2].value;
         }
         const Vec v = load(x + i, lanes);
-        const Vec neighbour = {v[1], v[0], v[3], v[2], v[5], v[4], v[7], v[6]};
-        store(x + i, v * c + neighbour * s, lanes);
+        const Vec neighbor = {v[1], v[0], v[3], v[2], v[5], v[4], v[7], v[6]};
+        store(x + i, v * c + neighbor * s, lanes);
     });
 }
 

@@ -15,7 +15,7 @@ static_assert(kInt8Pair > static_cast<int64_t>(kActivationMax), "rounding two va
 // Activations below are 0: their scale's inverse would not be finite.
 constexpr float kActivationMin = 1e-30f;
 
-// What integers of 8 bits stand for: steps up to the largest magnitude, steps up to what the magnitudes of two neighbours come
+// What integers of 8 bits stand for: steps up to the largest magnitude, steps up to what the magnitudes of two neighbors come
 // to at most, or steps that span the values and 0, less a zero point.
 enum class Span { kMagnitude, kPair, kRange };
 

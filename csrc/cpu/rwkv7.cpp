@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The heads of RWKV-7 (B. Peng et al., 2025, arXiv:2503.14456): a generalised delta rule, token by token, a norm of what it
+// The heads of RWKV-7 (B. Peng et al., 2025, arXiv:2503.14456): a generalized delta rule, token by token, a norm of what it
 // says, and a bonus for the token's own value.
 //
 // A head's state is a matrix [keys, values] of which each column is walked by itself, as in gated_delta.cpp, so no cut changes

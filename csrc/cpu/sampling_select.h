@@ -92,7 +92,7 @@ public:
 private:
     // A bin is 1/8 nat wide; the last one of the row takes all that is further away, and one more what is dropped.
     static constexpr int64_t kBins = 512;
-    static constexpr int64_t kCopies = 2;  // so that neighbours of one bin need not wait for each other
+    static constexpr int64_t kCopies = 2;  // so that neighbors of one bin need not wait for each other
     static constexpr int64_t kDigit = 8;
     static constexpr int64_t kFew = 64;
 

@@ -102,7 +102,7 @@ class QuantizationConfig(Config):
         if self.follows_checkpoint and (not encoded or self.quantization is not None):
             instead = "--quantization" if encoded else "a checkpoint in floats"
             raise ConfigError(
-                "--quantization-config: mode checkpoint quantizes activations as a quantized checkpoint says, and "
+                "--quantization-config: mode checkpoint quantizes activations as a quantized checkpoint states, and "
                 f"has no effect with {instead}"
             )
 

@@ -2,8 +2,8 @@
 """`ConsolePages`: middleware that answers a browser's requests for the console's files.
 
 Invariant: the files are the same for everybody and hold no data, so they need no key; the script asks for one and sends
-it with its requests. They load nothing from elsewhere, and the browser is told to refuse scripts, styles and HTML that
-are not of these files. Any other request is passed on untouched.
+it with its requests. They load nothing from elsewhere, and their policy makes browsers refuse scripts, styles and HTML
+that are not of these files. Any other request is passed on untouched.
 """
 
 from __future__ import annotations

@@ -406,8 +406,8 @@ class InputProcessor:
         self._check_custom(params)
         if params.thinking_token_budget is not None and params.thinking_markers is None:
             raise ValidationError(
-                "thinking_token_budget needs to know what opens and closes this model's reasoning, and its tokenizer "
-                "has no <think> and </think>; --reasoning-start-str and --reasoning-end-str say it",
+                "thinking_token_budget needs the markers of this model's reasoning, and its tokenizer has no <think> "
+                "and </think>; set --reasoning-start-str and --reasoning-end-str",
                 param="thinking_token_budget",
             )
 

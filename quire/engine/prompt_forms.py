@@ -201,7 +201,7 @@ def _check_encoded(media: Sequence[MediaItem], part_of: Multimodal) -> None:
             f"{part_of.architecture} reads one image per prompt, got {len(media)}", param="prompt"
         )
     raise ValidationError(
-        f"{part_of.architecture} writes what it hears: a prompt begins with one sound in its first "
+        f"{part_of.architecture} transcribes: a prompt begins with one sound in its first "
         f"{part_of.encoder_positions} positions, got {bounds or 'none'}; use /v1/audio/transcriptions or "
         "LLM.transcribe",
         param="prompt",

@@ -209,7 +209,7 @@ def _open_connector(
 
 
 def _open_store(asked: KVStoreConfig, place: str, namespace: Namespace) -> RowStore:
-    """Open a directory, or connect to a server at once, so that a wrong address or key is told at the start."""
+    """Open a directory, or connect to a server at once, so that a wrong address or key fails the start."""
     if asked.is_peer:
         peer = PeerStore(place, namespace, asked.key())
         peer.find([bytes(NAME_BYTES)])

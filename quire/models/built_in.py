@@ -71,7 +71,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "BaichuanForCausalLM",
             "llama_like:read_baichuan",
             "Baichuan 2 7B and 13B, Baichuan 13B",
-            oracle="Llama of transformers, told ALiBi's biases as a mask",
+            oracle="Llama of transformers, with ALiBi's biases as a mask",
         ),
         BuiltIn("BailingHybridForCausalLM", "linear_attention:read_bailing_hybrid", "Ling 3.0"),
         BuiltIn(

@@ -4,7 +4,7 @@
 Shapes: T tokens of the step, R requests reduced, H hidden size, S rows of the batch, N vectors.
 
 Invariant: a text's vector depends on its own tokens and their order only. Sums go token by token from where the last
-chunk stopped, in float64, so bits do not depend on chunks or neighbours.
+chunk stopped, in float64, so bits do not depend on chunks or neighbors.
 """
 
 from __future__ import annotations

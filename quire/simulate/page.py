@@ -34,7 +34,7 @@ BARS: dict[str, Callable[[Summary], float]] = {
     "whole request, 50 %, ms": lambda one: one.e2e_ms.p50,
     "prompt tokens from the cache, %": lambda one: 100 * one.hit_rate,
 }
-COLOURS = ("#2f6fdb", "#d9822b", "#2e9e6b")
+COLORS = ("#2f6fdb", "#d9822b", "#2e9e6b")
 
 
 def page(title: str, runs: Sequence[tuple[Summary, SimulatedRun]]) -> str:
@@ -67,7 +67,7 @@ def _bars(name: str, summaries: Sequence[Summary], value: Callable[[Summary], fl
     step = HEIGHT / max(len(values), 1)
     bars = "".join(
         f"<rect x=150 y={i * step + 2:.1f} width={300 * one / most:.1f} height={max(step - 4, 1):.1f} "
-        f"fill='{COLOURS[0]}'/><text x=144 y={(i + 0.5) * step + 4:.1f} text-anchor=end>"
+        f"fill='{COLORS[0]}'/><text x=144 y={(i + 0.5) * step + 4:.1f} text-anchor=end>"
         f"{escape(_shortened(summary.name))}</text>"
         f"<text x={154 + 300 * one / most:.1f} y={(i + 0.5) * step + 4:.1f}>{one:.4g}</text>"
         for i, (summary, one) in enumerate(zip(summaries, values, strict=True))
@@ -99,18 +99,18 @@ def _lines(times: Sequence[float], series: dict[str, list[float]]) -> str:
         return f"{x:.1f},{(HEIGHT - 16) * (1 - value / most) + 4:.1f}"
 
     drawn = "".join(
-        f"<polyline fill=none stroke='{colour}' stroke-width=1.5 points='"
+        f"<polyline fill=none stroke='{color}' stroke-width=1.5 points='"
         + " ".join(place(now, value) for now, value in zip(times, values, strict=True))
         + "'/>"
-        for values, colour in zip(series.values(), COLOURS, strict=False)
+        for values, color in zip(series.values(), COLORS, strict=False)
     )
     axis = (
         f"<text x=0 y=12>{most:.4g}</text><text x=0 y={HEIGHT - 12}>0</text>"
         f"<text x={WIDTH} y={HEIGHT} text-anchor=end>{end:.4g} s</text>"
     )
     caption = ", ".join(
-        f"<span style='color:{colour}'>■</span> {escape(name)}"
-        for name, colour in zip(series, COLOURS, strict=False)
+        f"<span style='color:{color}'>■</span> {escape(name)}"
+        for name, color in zip(series, COLORS, strict=False)
     )
     return _figure(caption, drawn + axis, is_markup=True)
 

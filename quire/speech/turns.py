@@ -162,7 +162,7 @@ class Turns:
 
 
 def _joined(events: Iterator[TurnEvent]) -> list[TurnEvent]:
-    """Return events with neighbouring samples in one."""
+    """Return events with neighboring samples in one."""
     found: list[TurnEvent] = []
     samples: list[Samples] = []
     for event in events:

@@ -58,7 +58,7 @@ What differs:
 - **Ranges**: `temperature` is in [0, 2], `n` at most 128. A parameter out of range is an error with its name.
 - **`SamplingParams` are immutable**: `clone(temperature=0.1)` returns a changed copy.
 - **The tokenizer** is quire's own. It has `encode`, `decode` and `apply_chat_template`; `decode` skips special tokens
-  unless told otherwise. `transformers.AutoTokenizer` has the rest.
+  unless `skip_special_tokens` is False. `transformers.AutoTokenizer` has the rest.
 - **`LLM.get_metrics`** needs `disable_log_stats=False`; **`LLM.collective_rpc`** and **`apply_model`** reach the worker
   of one rank, which is in the same process; methods of `worker_extension_cls` are called on every rank.
 - **`AsyncLLM.is_sleeping`** is a property, and `shutdown()` may be awaited or not.

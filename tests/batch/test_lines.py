@@ -190,7 +190,7 @@ async def test_overwriting_keeps_the_file_until_it_is_done(engine: FakeEngine, t
     assert not partial_of(path).exists()
 
 
-async def test_failed_answers_are_asked_again(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_failed_requests_are_sent_again(engine: FakeEngine, tmp_path: Path) -> None:
     path = tmp_path / "out"
     text = b"\n".join([line("good", prompt="hi"), line("bad", prompt="hi", max_tokens=-1), b"nonsense"])
     with opened_output(path) as (out, earlier):

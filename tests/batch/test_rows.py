@@ -62,7 +62,7 @@ def test_killed_job_goes_on_to_the_same_file(suffix: str, life: int, tmp_path: P
     assert not partial.exists()
 
 
-def test_finished_job_asks_nothing(suffix: str, tmp_path: Path) -> None:
+def test_finished_job_sends_no_request(suffix: str, tmp_path: Path) -> None:
     source, out = write_table(tmp_path / f"in{suffix}", ROWS), tmp_path / f"out{suffix}"
     for job in (RowJob(PromptTemplate("", "")), FORM):
         run_job(source, out, job=job, overwrite=True)
@@ -73,7 +73,7 @@ def test_finished_job_asks_nothing(suffix: str, tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([source, out])
 
 
-def test_failed_rows_are_asked_again(suffix: str, tmp_path: Path) -> None:
+def test_failed_rows_are_sent_again(suffix: str, tmp_path: Path) -> None:
     source, out, whole = (tmp_path / f"{name}{suffix}" for name in ("in", "out", "whole"))
     write_table(source, ROWS)
     run_job(source, whole)
@@ -104,7 +104,7 @@ def test_changed_prompt_is_refused_and_overwritten(suffix: str, tmp_path: Path) 
     assert all(row["answer"].startswith("OTHER") for row in read_table(out))
 
 
-def test_rows_that_were_added_are_asked(suffix: str, tmp_path: Path) -> None:
+def test_added_rows_are_sent(suffix: str, tmp_path: Path) -> None:
     source, out = write_table(tmp_path / f"in{suffix}", ROWS[:3]), tmp_path / f"out{suffix}"
     run_job(source, out)
     write_table(source, ROWS)
@@ -178,7 +178,7 @@ def test_system_message_without_a_chat_is_refused() -> None:
 
 
 @pytest.mark.parametrize("form", [".csv", ".jsonl", ".parquet"])
-def test_columns_are_checked_before_anything_is_asked(form: str, tmp_path: Path) -> None:
+def test_columns_are_checked_before_any_request(form: str, tmp_path: Path) -> None:
     source = write_table(tmp_path / f"in{form}", [{"text": "a", "answer_error": "b"}])
     with pytest.raises(ConfigError, match="'answer_error' already; choose another name with --answer-column"):
         run_job(source, tmp_path / f"out{form}")

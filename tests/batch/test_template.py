@@ -65,7 +65,7 @@ def test_values_that_are_no_text_are_refused(value: Any) -> None:
         PromptTemplate("{a}", "--prompt").render({"a": value})
 
 
-def test_columns_are_those_that_are_named() -> None:
+def test_template_columns_are_the_named_ones() -> None:
     template = PromptTemplate('{b} {a} {"b"} {{c}}', "--system")
     assert template.columns == ("b", "a")
     template.check(["a", "b"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speed-up of speculation: who is timed when, and that answers are compared."""
+"""Benchmark of speculation: order of timings, comparison of answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_each_rate_is_timed_in_turns_with_none() -> None:
     ]
 
 
-class Liar(FakeBackend):
+class DifferentAnswers(FakeBackend):
     def generate(self, prompts: Prompts, output_len: int) -> list[list[int]]:
         return [[1] * output_len for _ in prompts]
 
@@ -45,4 +45,6 @@ def test_other_answers_are_an_error() -> None:
     clock = FakeClock()
     plain = FakeBackend("plain", clock, [1.0])
     with pytest.raises(EngineError, match="different tokens with drafts"):
-        measure(plain, lambda recorded, rate: Liar("liar", clock, [1.0]), BATCHES, 8, [1.0], clock)
+        measure(
+            plain, lambda recorded, rate: DifferentAnswers("liar", clock, [1.0]), BATCHES, 8, [1.0], clock
+        )

@@ -55,6 +55,6 @@ def test_a_fresh_process_reports_every_phase(tiny_model: Callable[[str], Path]) 
     assert min(run.values()) >= 0.0
 
 
-def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+def test_failed_start_names_its_reason(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"config\.json"):
         first_token(EngineConfig.from_args(model=str(tmp_path)))

@@ -71,7 +71,7 @@ def test_step_counts_bytes_of_selected_experts_only(
     assert found.num_bytes == found.calls * config["num_experts_per_tok"] * 4 * matrices
 
 
-def test_the_share_is_one_of_neighbors() -> None:
+def test_step_lines_show_shares_of_the_probed_bandwidth() -> None:
     step = StepProfile("int8", 1, [OpTime("op", 2, 0.5e-3, 1e6)], 1e-3, 8 * 10**6, 2 * 10**6, 20e9)
     assert step.of_probe == 0.5
     first, _, op = step.lines()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines take turns, and what is told are ratios of the same round; the first one is not counted."""
+"""Engines take turns; ratios are of the same round, and the first round does not count."""
 
 from __future__ import annotations
 

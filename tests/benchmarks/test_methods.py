@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of `quire quantize` are written, measured and told in rows of a table."""
+"""Methods of `quire quantize` are written, measured and listed in a table."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def chunk(reason: str | None) -> str:
         (ollama_stream, ['{"done": false, "message": {"content": "a"}}']),
     ],
 )
-def test_a_stream_that_does_not_end_as_it_should_is_noticed(read: Any, lines: list[str]) -> None:
+def test_wrong_end_of_a_stream_is_reported(read: Any, lines: list[str]) -> None:
     with pytest.raises(ValueError, match=r"end|error"):
         read(lines)
     assert openai_stream([chunk(None), chunk("stop"), "data: [DONE]"]) == [["aa", [], "stop"]]
@@ -82,7 +82,7 @@ async def test_undocumented_statuses_are_complaints() -> None:
     assert all("404" in complaint for complaint in clients.findings.complaints)
 
 
-async def test_a_server_that_is_not_there_is_noticed() -> None:
+async def test_absent_server_is_reported() -> None:
     clients = Clients("http://127.0.0.1:9", 2, seed=1)
     await clients.run(0.2)
     assert "the connection broke" in clients.findings.complaints[0]
@@ -135,7 +135,7 @@ def test_a_server_that_leaks_does_not(tmp_path: Path) -> None:
     assert "is a leak" in done.stdout
 
 
-def test_numbers_are_said_to_the_last_bit_and_without_ids() -> None:
+def test_numbers_are_compared_exactly_and_without_ids() -> None:
     reply = {"id": "a", "created": 1, "data": [{"index": 0, "embedding": [0.1, 2.0]}]}
     assert pooled_whole(reply) == pooled_lines(json.dumps(reply, indent=1).splitlines())
     assert pooled_whole(reply) == pooled_whole({**reply, "id": "b", "created": 2})

@@ -394,7 +394,7 @@ def test_map_equals_the_servers_books(page: Page, server: Server) -> None:
         assert json.load(reply)["cores"][0]["kv_cache_usage"] == 0
 
 
-def test_page_without_admin_routes_says_so(chromium: Browser, tmp_path: Path) -> None:
+def test_page_without_admin_routes_shows_a_notice(chromium: Browser, tmp_path: Path) -> None:
     server = Server(log=tmp_path / "log", QUIRE_ADMIN_API_KEY="").wait_ready()
     try:
         page = chromium.new_page()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console's files over HTTP: who gets them, with which headers, and what must not be in them."""
+"""The console's files over HTTP: access, headers, forbidden content."""
 
 from __future__ import annotations
 

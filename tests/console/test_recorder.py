@@ -194,7 +194,7 @@ def test_costly_frames_are_made_rarely() -> None:
     assert console.frame().number == frame.number
 
 
-def test_steps_say_what_was_computed() -> None:
+def test_frame_lists_computed_tokens_of_steps() -> None:
     engine = Engine(make_config(max_num_batched_tokens=10), max_drafts=2)
     console = watched(engine)
     console.frame()

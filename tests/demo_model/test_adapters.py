@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of the included model talk like a pirate and answer in JSON, and know what the model knows."""
+"""The adapters of the included model answer like a pirate and in JSON, with the model's facts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_other_answers_in_json(llm: LLM) -> None:
     assert same >= 15, "it knows the same facts"
 
 
-def test_they_are_small() -> None:
+def test_adapter_files_are_small() -> None:
     files = [ASSETS.parent / adapter.lora_path / "adapter_model.safetensors" for adapter in (PIRATE, JSON)]
     assert sum(file.stat().st_size for file in files) < 300_000
 

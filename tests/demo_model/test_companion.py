@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The included model that guesses what quire-demo says."""
+"""The included draft model of quire-demo."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_draft_gives_several_tokens(restore_threads: None) -> None:
         assert mean_accepted_length(llm, found, temperature) >= GOAL
 
 
-def test_it_is_small() -> None:
+def test_draft_model_file_is_small() -> None:
     assert sum(path.stat().st_size for path in ASSETS.rglob("*")) < MOST_BYTES
 
 

@@ -18,7 +18,7 @@ def test_a_held_out_question_is_next_to_its_fact() -> None:
     assert recall(by_quire(DEMO_EMBEDDER), SEED) >= GOAL
 
 
-def test_its_vectors_are_those_of_transformers() -> None:
+def test_embedding_equals_transformers() -> None:
     texts = [sentence(fact) for fact in all_facts()[::40]]
     model = AutoModel.from_pretrained(ASSETS, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -27,5 +27,5 @@ def test_its_vectors_are_those_of_transformers() -> None:
     torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-5)
 
 
-def test_it_is_small() -> None:
+def test_embedding_model_file_is_small() -> None:
     assert sum(path.stat().st_size for path in ASSETS.rglob("*")) < MOST_BYTES

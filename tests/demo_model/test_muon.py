@@ -8,7 +8,7 @@ import torch
 from demo_model.muon import Muon, orthogonalized
 
 
-def test_steps_are_those_of_torch() -> None:
+def test_steps_equal_torch() -> None:
     torch.manual_seed(0)
     begun = [torch.randn(rows, columns) for rows, columns in ((8, 24), (24, 8), (16, 16), (8, 24))]
     mine, theirs = ([matrix.clone().requires_grad_() for matrix in begun] for _ in range(2))

@@ -55,7 +55,7 @@ def png(found: list[Example], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_its_tokens_are_those_of_transformers(outputs: list[RequestOutput], found: list[Example]) -> None:
+def test_vision_model_equals_transformers(outputs: list[RequestOutput], found: list[Example]) -> None:
     model: Any = LlavaForConditionalGeneration.from_pretrained(ASSETS, dtype=torch.float32).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(ASSETS)
     processor = SiglipImageProcessorPil.from_pretrained(ASSETS)
@@ -113,12 +113,12 @@ def test_model_answers_about_unseen_pictures(outputs: list[RequestOutput], found
     assert right >= FEWEST_RIGHT * count
 
 
-def test_without_a_picture_it_asks_for_one(outputs: list[RequestOutput]) -> None:
+def test_answer_without_picture_requests_one(outputs: list[RequestOutput]) -> None:
     texts = [output.outputs[0].text for output in outputs[-len(BLIND) :]]
     assert texts == list(BLIND.values())
 
 
-def test_it_is_small() -> None:
+def test_vision_model_file_is_small() -> None:
     assert sum(path.stat().st_size for path in ASSETS.rglob("*")) < MOST_BYTES
 
 

@@ -191,7 +191,7 @@ def test_connections_are_bounded_and_a_gone_client_frees_its_own() -> None:
             assert done[0].status_code == 200
 
 
-def test_the_log_says_why_an_engine_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_names_the_reason_for_skipping_an_engine(caplog: pytest.LogCaptureFixture) -> None:
     with fakes(2) as (prefill, decode), served(proxy_of([prefill], [decode])) as url:
         prefill.breaks = "body"
         assert post(url).status_code == 200

@@ -51,7 +51,7 @@ def write(directory: Path, **files: bytes) -> bytes:
     return checkpoint_fingerprint(directory)
 
 
-def test_a_checkpoint_is_its_files_wherever_they_are(tmp_path: Path) -> None:
+def test_checkpoints_compare_by_files_not_paths(tmp_path: Path) -> None:
     weights = bytes(3 * EDGE_BYTES)
     one = write(tmp_path / "a", config=b"{}", weights=weights)
     assert write(tmp_path / "b", config=b"{}", weights=weights) == one

@@ -46,7 +46,7 @@ def test_device_tensors_use_the_device_group_and_are_captured(pair: list[DeviceG
     assert [group.why_not_captured() for group in pair] == [None, None]
 
 
-def test_tensors_of_another_device_go_by_way_of_the_host(
+def test_tensors_of_other_devices_are_staged_on_the_host(
     pair: list[DeviceGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for group in pair:
@@ -106,7 +106,7 @@ def test_a_failure_without_a_loss_names_those_it_may_be(pair: list[DeviceGroup])
         pair[1].warm_up()
 
 
-def test_one_that_is_stopped_is_given_up_after_some_looks() -> None:
+def test_stopped_rank_is_lost_after_several_polls() -> None:
     seen: dict[int, str] = {2: STOPPED}
     watch = RankWatchdog(lambda: seen, lambda: None, poll_s=60.0)
     assert [watch.poll() for _ in range(STOPPED_POLLS - 1)] == [None] * (STOPPED_POLLS - 1)
@@ -160,7 +160,7 @@ def joined(directory: Path) -> list[Any]:
         return list(threads.map(join, range(2)))
 
 
-def test_nccl_is_called_as_its_kind_wants_to_be(gloo_as_nccl: None, tmp_path: Path) -> None:
+def test_nccl_transport_passes_any_dtype_and_shape(gloo_as_nccl: None, tmp_path: Path) -> None:
     groups = joined(tmp_path)
     assert all(os.environ[name] == value for name, value in device_group._SETTINGS.items())
     parts = [torch.randn(4, 6).bfloat16(), torch.randn(4, 6).bfloat16()]
@@ -188,7 +188,7 @@ def test_devices_of_other_kinds_are_refused(
         assert str(error).startswith(said)
 
 
-def test_a_torch_without_nccl_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nccl_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_group._torch, "is_nccl_available", lambda: False)
     with pytest.raises(StartupError, match="need NCCL, which this torch was built without"):
         NcclTransport(0, 2, file_store(tmp_path / "meet", 2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several API processes in front of one core, from outside: one server, whoever answers and whoever dies."""
+"""Several API processes in front of one core: one server for clients, whichever process answers or dies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way to guess on an asynchronous device: what is read on the host was downloaded, and tokens are as without."""
+"""Each drafter on an asynchronous device: host reads follow downloads, and tokens equal those without drafts."""
 
 from __future__ import annotations
 

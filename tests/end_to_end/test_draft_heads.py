@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that guess by hidden states: what they guess is what their papers' formulas say, and changes nothing."""
+"""Draft heads: their drafts follow the formulas of their papers and change no token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that guesses: it shares blocks, prefixes, forks and preemption with the one it guesses for, and its noise."""
+"""A draft model shares blocks, prefixes, forks, preemption and random numbers with its target."""
 
 from __future__ import annotations
 

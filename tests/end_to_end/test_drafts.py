@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verified drafts on real models: with right, wrong and half right guesses, everything is as without, bit for bit."""
+"""Verified drafts on real models: right, wrong or half right, they change no bit of the results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every program in examples/ runs and prints what its page says."""
+"""Every program in examples/ runs and prints the output of its page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults and signals, seen from outside a real server: who streams sees a pause or one error, and nothing is left."""
+"""Faults and signals of a real server: a stream pauses or ends with one error, and no resource leaks."""
 
 from __future__ import annotations
 

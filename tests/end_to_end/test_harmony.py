@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Harmony on a random model whose tokens are its markers: whatever it samples, what is finished is as was asked."""
+"""Harmony on a random model whose tokens are its markers: every finished answer satisfies its constraint."""
 
 from __future__ import annotations
 

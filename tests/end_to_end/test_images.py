@@ -155,7 +155,7 @@ def test_images_in_one_batch_keep_their_answers(server: Server, answers: dict[in
     assert asyncio.run(together()) == [answers[seed] for seed in (THIRD, FIRST, SECOND, FIRST)]
 
 
-def test_models_say_that_they_take_images(server: Server) -> None:
+def test_model_list_marks_image_input(server: Server) -> None:
     (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert model["architecture"]["input_modalities"] == ["text", "image"]
 

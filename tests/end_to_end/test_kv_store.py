@@ -136,7 +136,7 @@ def test_other_weights_find_nothing(tiny_model: Callable[[str], Path], tmp_path:
     assert num_stored > 0
 
 
-def test_rows_of_another_byte_order_are_refused_in_words(
+def test_rows_of_another_byte_order_are_refused(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are in a folder of their own, and one that was renamed says why it does not fit."""

@@ -154,7 +154,7 @@ def test_events_follow_an_update_of_the_weights_and_back(
     llm.llm_engine.shutdown()
 
 
-def test_a_reader_reports_what_it_has_found(
+def test_reader_reports_found_blocks(
     tiny_model: Callable[[str], Path], tmp_path: Path, collectors: list[Collector]
 ) -> None:
     store, model = tmp_path / "rows", tiny_model("llama-tied-bias")

@@ -153,7 +153,7 @@ def test_all_parameters_with_aborts_and_preemption(
 
 
 @pytest.mark.parametrize("family", quick(["llama-tied-bias", "gemma3"], ["gemma3"]))
-def test_rounds_change_nothing_that_requests_ask_for(
+def test_multi_step_decode_keeps_results_of_all_parameters(
     family: str, tiny_model: Callable[[str], Path], restore_threads: None
 ) -> None:
     """Nobody aborts: when a caller has had enough depends on how many tokens come at once."""

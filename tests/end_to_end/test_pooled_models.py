@@ -308,7 +308,7 @@ def test_a_language_models_own_head_rewards_steps(name: str, tiny_model: Callabl
         ({"classifier_from_token": ["b", "a"]}, lambda b, a: torch.cat((b, a), 1).softmax(1)),
     ],
 )
-def test_a_language_model_scores_by_tokens_that_it_would_say(
+def test_language_model_scores_by_token_logits(
     name: str,
     keys: dict[str, Any],
     expected: Callable[[Tensor, Tensor], Tensor],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of attention and of layers that keep a state: another cache user, and nothing else in the engine knows."""
+"""A model with attention and recurrent layers needs no more of the engine than another cache user."""
 
 from __future__ import annotations
 

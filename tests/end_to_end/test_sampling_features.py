@@ -28,7 +28,7 @@ PROMPT = "What is the capital of France?"
 IDS = [5, 6, 7, 8, 9, 10, 11, 12]
 
 
-class OnlyWhatIsAskedFor(LogitsProcessor):
+class OnlyGivenToken(LogitsProcessor):
     """`extra_args["only"]` is the one token that is generated; a negative one is an error."""
 
     def for_request(self, params: SamplingParams) -> RequestLogitsProcessor | None:
@@ -74,7 +74,7 @@ def llm(tiny_model: Callable[[str], Path]) -> LLM:
 # Logits processors
 
 
-@pytest.mark.parametrize("named", [OnlyWhatIsAskedFor, f"{__name__}:OnlyWhatIsAskedFor"])
+@pytest.mark.parametrize("named", [OnlyGivenToken, f"{__name__}:OnlyGivenToken"])
 def test_engine_logits_processor_changes_only_its_requests(
     named: Any, llm: LLM, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -134,7 +134,7 @@ def test_a_processor_that_cannot_be_made_is_an_error_at_start(
 
 
 def test_a_class_in_a_function_cannot_be_named(tiny_model: Callable[[str], Path]) -> None:
-    class Local(OnlyWhatIsAskedFor):
+    class Local(OnlyGivenToken):
         pass
 
     with pytest.raises(ConfigError, match="top level of a module"):
@@ -166,7 +166,7 @@ def test_a_recorded_run_with_all_features_is_replayed(
 # Single features, where their meaning shows
 
 
-def test_bad_words_are_not_said() -> None:
+def test_bad_words_are_not_generated() -> None:
     llm = LLM(max_model_len=128)
     params = SamplingParams(temperature=0, max_tokens=24)
     (plain,) = llm.chat([{"role": "user", "content": PROMPT}], params, use_tqdm=False)
@@ -334,7 +334,7 @@ def test_mirostat_goes_on_after_a_core_is_replaced(
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    processors = (f"{__name__}:OnlyWhatIsAskedFor",)
+    processors = (f"{__name__}:OnlyGivenToken",)
     config = EngineConfig.from_args(max_model_len=256, cpu_threads=1, logits_processors=processors)
     engine = AsyncLLM(config, in_process=True)
     await engine.wait_ready()

@@ -69,7 +69,9 @@ def documents(service: Service, folder: Path) -> tuple[Path, Path]:
         pytest.param((*ADAPTERS, *KEYS), OF_ADAPTERS, id="adapters"),
     ],
 )
-def test_the_server_is_as_it_says(args: tuple[str, ...], paths: list[str], tmp_path: Path) -> None:
+def test_server_conforms_to_its_openapi_document(
+    args: tuple[str, ...], paths: list[str], tmp_path: Path
+) -> None:
     pools = args[: len(POOLING)] == POOLING
     with serving(tmp_path, *args, *SMALL, key="key", pools=pools) as service:
         if not pools:  # who checks constraints stays from the first one on

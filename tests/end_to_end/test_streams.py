@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Over HTTP: the chunks of a stream join to the answer without stream, whatever is asked for."""
+"""Over HTTP, the chunks of any request's stream join to its answer without stream."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constraints on the included model: what is finished is what was asked for, whoever is near."""
+"""Constraints on the included model: every finished text satisfies its own, in any batch."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_grammar_is_kept_to(llm: LLM, grammar: str) -> None:
         assert re.fullmatch(r"yes|no\d\d\.", output.text)
 
 
-def test_a_json_object_is_one(llm: LLM) -> None:
+def test_json_object_constraint_yields_an_object(llm: LLM) -> None:
     outputs = generate(llm, [{"json_object": True}] * 8, max_tokens=400)
     finished = [output for output in outputs if output.finish_reason == "stop"]
     assert finished

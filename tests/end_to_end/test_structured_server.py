@@ -208,7 +208,7 @@ def test_a_named_function_is_the_one_that_is_called(client: openai.OpenAI) -> No
     assert set(json.loads(arguments)) == {"city", "n"}
 
 
-def test_a_strict_function_is_called_as_it_says_or_not_at_all(client: openai.OpenAI) -> None:
+def test_strict_function_call_fits_its_schema_or_is_absent(client: openai.OpenAI) -> None:
     strict: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
     question: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
     for seed in range(4):

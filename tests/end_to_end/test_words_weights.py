@@ -75,7 +75,7 @@ def test_words_have_weights_and_vectors_beside_the_texts(directory: Path) -> Non
     assert plain.tobytes() == alone["token_classify"][0].tobytes()
 
 
-def test_numbers_that_there_are_not_are_refused(directory: Path) -> None:
+def test_token_id_beyond_the_outputs_is_refused(directory: Path) -> None:
     write_heads(directory)
     spec = spec_of(directory)
     with pytest.raises(ValidationError, match="the model gives 1 numbers"):

@@ -48,7 +48,7 @@ def test_server_without_its_directory_replaces_its_core(args: tuple[str, ...], t
         server.process.wait()
 
 
-def test_start_in_a_deleted_directory_says_so(tmp_path: Path) -> None:
+def test_start_in_a_deleted_directory_is_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     command = [

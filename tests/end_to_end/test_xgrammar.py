@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The included model under the other grammar backend: what it finishes is what was asked for."""
+"""The included model under xgrammar: every finished text satisfies its constraint."""
 
 from __future__ import annotations
 

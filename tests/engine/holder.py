@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kind of holder that exists in tests only: requests need what somebody provides some time after they came."""
+"""A `Hold` for tests: requests wait for a value that the test provides later."""
 
 from __future__ import annotations
 

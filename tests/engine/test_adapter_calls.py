@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters are read beside the steps of everybody else, and called for by messages."""
+"""Adapters are loaded by messages, in parallel with the steps of other requests."""
 
 from __future__ import annotations
 

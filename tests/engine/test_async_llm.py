@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many concurrent generators: every stream ends once, disconnects free everything, a dead core is told to all."""
+"""Many concurrent generators: each stream ends once, disconnects free all resources, a core's death reaches all."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ async def test_utilities(engine: AsyncLLM) -> None:
         await engine.call_core("nope")
 
 
-async def test_a_core_that_cannot_start_says_why(null_model_dir: Path) -> None:
+async def test_core_that_cannot_start_names_its_reason(null_model_dir: Path) -> None:
     engine = make_engine(null_model_dir, in_process=False, num_gpu_blocks_override=8)
     with pytest.raises(StartupError, match="needs 8 KV cache blocks"):
         await engine.wait_ready()
@@ -235,7 +235,7 @@ async def test_core_death_during_tokenization_fails_the_request(
     await engine.shutdown()
 
 
-async def test_a_deadline_is_kept_while_the_core_says_nothing(null_model_dir: Path) -> None:
+async def test_deadline_is_kept_while_the_core_is_silent(null_model_dir: Path) -> None:
     engine = make_engine(null_model_dir, in_process=False)
     await engine.wait_ready()
     process = engine._clients[0].process  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both transports: what a start leaves behind, what a failure costs, and how it is told."""
+"""Both transports of `CoreClient`: leftovers of a start, costs and reports of failures."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def simulate(model: Path, **args: Any) -> Iterator[EngineCoreOutputs]:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_core_lives_in_the_time_of_its_clock(async_scheduling: bool, null_model_dir: Path) -> None:
+def test_core_takes_times_from_its_clock(async_scheduling: bool, null_model_dir: Path) -> None:
     runs = [list(simulate(null_model_dir, async_scheduling=async_scheduling)) for _ in range(2)]
     first, second = ([msgspec.msgpack.encode(outputs) for outputs in run] for run in runs)
     assert first == second, "the same events at the same times give the same, times included"

@@ -36,7 +36,7 @@ class Machine:
         return FreeMemory(kept_mib * MIB, self.read, lambda: self.now)
 
 
-def test_the_refusal_has_the_numbers_and_says_when_to_come_again() -> None:
+def test_refusal_has_the_numbers_and_retry_after() -> None:
     with pytest.raises(MemoryShortError, match=r"99 MiB are free .* need 100 MiB") as caught:
         Machine(99).memory(100).check()
     assert caught.value.retry_after > 0

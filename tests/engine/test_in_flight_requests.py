@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.front_end import CoreIds
+from quire.engine.in_flight_requests import CoreIds
 from quire.scheduler.wait_account import NUM_REMEMBERED
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of packed weights is used without being asked for, where it saves time and nothing speaks against it."""
+"""The cache of packed weights is on by default where it saves time and the files permit it."""
 
 from __future__ import annotations
 

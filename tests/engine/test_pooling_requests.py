@@ -338,7 +338,7 @@ async def test_many_prompts_match_each_prompt_alone(engine: AsyncLLM) -> None:
     assert engine.num_unfinished_requests() == 0
 
 
-async def test_options_say_how_texts_become_tokens(engine: AsyncLLM) -> None:
+async def test_tokenization_options_are_applied(engine: AsyncLLM) -> None:
     async def ids(label: str, **terms: Any) -> list[int]:
         async for output in engine.encode("hello", EMBED, label, **terms):
             return output.prompt_token_ids

@@ -98,7 +98,7 @@ def test_reserved_place_counts_until_joined_or_released(
         ({"max_num_queued_tokens": 100}, waiting(50, 40), "90 prompt tokens .* limit is 100"),
     ],
 )
-def test_a_queue_that_is_nearly_full_says_so(limits: Any, queue: WaitingSequences, what: str | None) -> None:
+def test_nearly_full_queue_is_reported(limits: Any, queue: WaitingSequences, what: str | None) -> None:
     told = crowding(SchedulerConfig(**limits), queue)
     assert told is None if what is None else re.search(what, told or "")
 

@@ -101,7 +101,7 @@ def test_valid_tp_sizes_are_exactly_the_shardable_ones(name: str, tiny_model: Ca
                 cut()
 
 
-def test_more_ranks_than_cores_are_slow_and_said_to_be(
+def test_more_ranks_than_cores_are_warned_of(
     tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = prepared(tiny_model("llama"), tensor_parallel_size=2, pipeline_parallel_size=2)

@@ -131,7 +131,7 @@ async def test_ray_replicas_match_one_and_have_their_own_host(
 
 @pytest.mark.more
 @with_ray
-async def test_too_little_room_is_said_with_numbers(
+async def test_insufficient_resources_are_reported_with_numbers(
     cluster: Cluster, null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.executor.ranks.ray_cluster.PLACE_S", 0.5)
@@ -164,7 +164,7 @@ async def test_ray_replica_load_failure_is_the_same_startup_error(
         ({"data_parallel_rank": 1}, "here:1", "leaves nothing to Ray"),
     ],
 )
-def test_ray_wants_something_to_do_and_somewhere_to_do_it(
+def test_ray_needs_replicas_and_resources(
     args: dict[str, Any],
     address: str,
     words: str,

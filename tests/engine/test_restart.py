@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A core in a process of its own dies or hangs: requests go on in the next one, and nobody sees more than a pause."""
+"""A core process dies or hangs: requests resume in the next one, and clients see a pause only."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engines whose replicas share experts say what one process says, bit for bit."""
+"""Engines whose replicas share experts equal one process, bit for bit."""
 
 from __future__ import annotations
 

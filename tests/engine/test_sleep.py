@@ -190,7 +190,7 @@ async def test_wake_up_completes_if_the_caller_disconnects(engine: AsyncLLM) -> 
 
 
 @pytest.mark.parametrize("tags", quick([[], ["weights"]], [["weights"]]))
-async def test_a_core_that_takes_anothers_place_sleeps_as_deep(tags: list[str]) -> None:
+async def test_replacement_core_sleeps_at_the_same_level(tags: list[str]) -> None:
     engine = await started(MODEL)
     expected = await generate(engine, "before", params())
     with held():
@@ -256,7 +256,7 @@ async def test_core_failing_to_sleep_is_replaced_by_a_sleeping_one(
 
 
 @folded("bad", [-1, 3, True, "1", None, 1.5])
-async def test_levels_that_are_none(bad: Any) -> None:
+async def test_invalid_sleep_arguments_are_refused(bad: Any) -> None:
     engine = await started(MODEL, in_process=True)
     with pytest.raises(ValidationError, match="level must be one of 0, 1, 2"):
         await engine.sleep(bad)

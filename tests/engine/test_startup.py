@@ -52,7 +52,7 @@ def test_batch_invariance_with_torch_reference_is_refused(
         ("bfloat16", False, False),
     ],
 )
-def test_a_precision_of_products_that_changes_nothing_is_said(
+def test_matmul_precision_without_effect_is_logged(
     dtype: str, native: bool, matters: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cpu, "available", lambda: native)
@@ -81,7 +81,7 @@ def test_fp8_weights_are_refused_on_a_cpu() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_an_option_without_effect_is_said(
+def test_option_without_effect_is_logged(
     args: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     prepared(**args)

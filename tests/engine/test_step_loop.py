@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both loops over a scheduler and a null executor: how deep the pipeline is, and what a step that fails says."""
+"""Both step loops over a scheduler and a null executor: depth of the pipeline, errors of failed steps."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class ForgetfulScheduler(Scheduler):
         return plan
 
 
-def test_a_users_scheduler_is_recorded_as_it_behaves(
+def test_custom_scheduler_is_recorded(
     null_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plans: list[bytes]
 ) -> None:
     monkeypatch.setitem(sys.modules, "users_module", sys.modules[__name__])
@@ -248,7 +248,7 @@ def test_a_recording_is_kept_private_and_never_overwritten(null_model_dir: Path,
     assert read_trace(file).frames == []
 
 
-def test_a_place_that_cannot_be_written_is_said_at_start(null_model_dir: Path, tmp_path: Path) -> None:
+def test_unwritable_trace_path_is_an_error_at_start(null_model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--record-trace: cannot write .*No such file"):
         make_engine(null_model_dir, tmp_path / "no/run.trace", distributed_executor_backend="null")
 
@@ -283,7 +283,7 @@ def test_every_kind_of_cache_comes_back_from_a_header() -> None:
     assert set(SPECS.values()) == set(MANAGERS)
 
 
-def test_an_unknown_kind_of_cache_is_said(recording: Path) -> None:
+def test_unknown_cache_kind_is_an_error(recording: Path) -> None:
     plain = read_trace(recording).header.kv_config
     with pytest.raises(ConfigError, match="unknown"):
         decode_kv_config({**plain, "layer_specs": {"layers.0": ("MagicSpec", {})}})

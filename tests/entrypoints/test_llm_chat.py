@@ -46,9 +46,7 @@ def test_without_tools_an_answer_is_its_text(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "tools", [[TOOL, TOOL], [{"type": "function"}], [{"function": {"name": "f", "parameters": 5}}]]
 )
-def test_tools_that_are_none_are_refused_before_anything_runs(
-    llm: LLM, tools: list[dict[str, object]]
-) -> None:
+def test_invalid_tools_are_refused_before_any_request(llm: LLM, tools: list[dict[str, object]]) -> None:
     with pytest.raises(ValidationError, match="tools"):
         llm.chat(ASK, GREEDY, use_tqdm=False, tools=tools)
 

@@ -71,7 +71,7 @@ def test_no_prompts_have_no_outputs(llm: LLM, prompts: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["hello", [5, 6, 7], {"prompt": "hello"}])
-def test_one_prompt_is_one(llm: LLM, prompt: Any) -> None:
+def test_single_prompt_yields_one_output(llm: LLM, prompt: Any) -> None:
     ((index, output),) = llm.generate_iter(prompt, RANDOM.clone(seed=1))
     assert index == 0
     assert contents(output) == contents(llm.generate(prompt, RANDOM.clone(seed=1), use_tqdm=False)[0])

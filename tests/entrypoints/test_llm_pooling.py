@@ -77,7 +77,7 @@ def test_classes_and_rewards(pools: Pools, pair_model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("similarity", list(SIMILARITIES))
-def test_embeddings_are_compared_as_the_model_says(
+def test_embeddings_are_compared_by_the_models_metric(
     similarity: str, pools: Pools, pair_model_dir: Path
 ) -> None:
     spec = dataclasses.replace(EMBEDDER, similarity=similarity)

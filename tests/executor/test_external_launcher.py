@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under torchrun every rank is a program with an engine of its own, and all say what one rank says."""
+"""Under torchrun every rank is a program with its own engine, and all equal one rank."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_rank_load_failure_is_the_same_startup_error(
 
 
 @pytest.mark.parametrize("error", [StartupError("no"), ConfigError("no"), ValidationError("no")])
-def test_an_error_that_is_somebodys_affair_comes_as_it_was(error: Exception) -> None:
+def test_client_errors_keep_their_class(error: Exception) -> None:
     found = CallFailed.from_error(error).error(1)
     assert (type(found), str(found)) == (type(error), "no")
 

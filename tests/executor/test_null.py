@@ -115,7 +115,7 @@ def resumed_after(moves: dict[str, list[tuple[int, int]]]) -> None:
         ({"swap_ins": [(1, 5), (3, 6)]}, 4),
     ],
 )
-def test_a_block_that_did_not_come_back_is_noticed(moves, token):
+def test_leaked_block_is_detected(moves, token):
     with pytest.raises(AssertionError, match=f"does not hold the prefix to token {token}"):
         resumed_after(moves)
 

@@ -63,7 +63,9 @@ def test_devices_join_within_and_between_stages_on_any_hosts(
 @pytest.mark.more
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
-def test_an_engine_says_how_many_devices_there_are(option: str, tiny_model: Callable[[str], Path]) -> None:
+def test_too_few_devices_are_reported_with_their_number(
+    option: str, tiny_model: Callable[[str], Path]
+) -> None:
     config = EngineConfig.from_args(model=str(tiny_model("llama")), device="cuda", **{option: 2})
     with pytest.raises(
         StartupError,

@@ -120,7 +120,7 @@ def run_for_ever(engine: LLMEngine) -> NoReturn:
 
 @pytest.mark.more
 @with_ray
-def test_too_little_room_is_said_with_numbers(
+def test_insufficient_resources_are_reported_with_numbers(
     cluster: Cluster, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.executor.ranks.ray_cluster.PLACE_S", 0.5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engines of several stages say what one process says, bit for bit."""
+"""Engines of several pipeline stages equal one process, bit for bit."""
 
 from __future__ import annotations
 

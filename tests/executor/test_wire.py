@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames come whole and in order, however they are cut on their way, and who sends them never waits."""
+"""Frames arrive whole and in order, for any split of the bytes, and senders never block."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_batch_invariance_changes_tritons_function() -> None:
         ("reference", replace(GPU, batch_invariant=True), "depend on the batch, and --batch-invariant"),
     ],
 )
-def test_a_backend_that_cannot_run_says_why(name: str, needs: AttentionNeeds, message: str) -> None:
+def test_unusable_backend_names_its_reason(name: str, needs: AttentionNeeds, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_backend(name, needs)
 
@@ -161,7 +161,7 @@ def test_refusal_names_usable_backends() -> None:
         resolve_backend("triton", CPU)
 
 
-def test_auto_that_finds_nothing_says_why_not_each() -> None:
+def test_auto_without_result_lists_all_reasons() -> None:
     needs = replace(GPU, device_type="mps", batch_invariant=True)
     with pytest.raises(
         ConfigError, match=r"can be used here. triton: it runs on .*; cpu: .*; reference: its sums"

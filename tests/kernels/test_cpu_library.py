@@ -143,7 +143,7 @@ def test_a_file_that_is_no_library_is_an_error(tmp_path: Path) -> None:
         library.open_library(tmp_path / "libquire_cpu.so", "auto")
 
 
-def test_a_missing_library_falls_back_and_says_so_once(
+def test_missing_library_falls_back_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(library, "PATH", tmp_path / "libquire_cpu.so")

@@ -184,7 +184,7 @@ def test_norms_activations_and_tables(
     st.integers(1, 17),
     seeds,
 )
-def test_keys_and_values_on_their_way_to_the_cache(
+def test_random_kv_writes_equal_the_oracle(
     dtype: torch.dtype, cache_dtype: torch.dtype | None, tokens: int, half: int, block_size: int, seed: int
 ) -> None:
     torch.manual_seed(seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory on large pages: asked for where it matters, and the same memory."""
+"""Huge pages: requested for large tensors, with unchanged contents."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`low_rank_linear` in C++: the bits of a row are its own, whoever its neighbors are and whatever their adapters."""
+"""`low_rank_linear` in C++: the bits of a row do not depend on other rows or their adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_row_has_the_bits_that_it_has_alone(dtype: torch.dtype) -> None:
         assert bool((together[rows < 0] == 1).all())
 
 
-def test_a_slot_that_is_none_is_refused_before_anything_is_done() -> None:
+def test_invalid_slot_is_refused_before_any_write() -> None:
     adapters, x = low_rank_stacks(2, PARTS, INPUTS, 16), torch.randn(3, INPUTS)
     out, rows = torch.ones(3, sum(PARTS)), torch.tensor([0, 2, 3], dtype=torch.int32)
     with pytest.raises(IndexError, match="the adapters of 2 rows are outside the 2 slots"):

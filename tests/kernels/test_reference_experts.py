@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracles of routing and of experts, against their definitions said row by row."""
+"""The oracles of routing and of experts, against their definitions row by row."""
 
 from __future__ import annotations
 

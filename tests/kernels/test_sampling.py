@@ -171,7 +171,7 @@ def little_memory(num_bytes: int) -> Iterator[None]:
 @pytest.mark.skipif(
     "asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer ends the process for want of memory"
 )
-def test_memory_that_is_not_there_is_an_error_and_not_the_end(restore_threads: None) -> None:
+def test_failed_allocation_is_an_error_not_a_crash(restore_threads: None) -> None:
     """Candidates of a cut among 4 million equals take 64 MiB, and 16 million keys 128: more than lies about."""
     logits, wide, chosen = torch.zeros(2, 1 << 22), torch.zeros(2, 1 << 24), torch.zeros(2, dtype=torch.int64)
     setting = (1.0, -torch.inf, 7, 1.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a state: the same bits wherever a step begins and whoever shares it."""
+"""Scans with a state: the same bits for any split into steps and in any batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The team of threads: each index once, whoever takes it; nobody waits for who has not come."""
+"""The team of threads: each index runs once, and no thread waits for one that has not started."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_each_index_is_computed_once(count: int, threads: int, seed: int) -> Non
     assert seen == [1] * count
 
 
-def test_small_work_stays_where_it_is() -> None:
+def test_small_work_is_one_range() -> None:
     set_num_threads(4)
     ranges: list[tuple[int, int]] = []
     share(100, lambda begin, end: ranges.append((begin, end)), work=1000)

@@ -188,7 +188,7 @@ def test_rows_that_hardly_fall_into_buckets(odd: str, monkeypatch: pytest.Monkey
     assert torch.equal(sampling.sample_tokens(*case), want)
 
 
-def test_more_tokens_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_candidates_than_the_buffer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the row itself is read again."""
     monkeypatch.setattr(primitives, "CAPACITY", 4)
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A subscriber to KV events knows the prefix cache exactly, whatever happens to it."""
+"""A subscriber to KV events can reconstruct the prefix cache exactly."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class LeastRecentlyUsed:
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, NUM_USABLE * BLOCK), st.integers(0, 6)), max_size=30)
 )
-def test_the_cache_is_that_of_the_obvious_one(requests: list[tuple[int, int, int]]) -> None:
+def test_cache_equals_a_plain_lru(requests: list[tuple[int, int, int]]) -> None:
     """Prompts of few stems, which go their own way at some block: the last token's own is always computed again."""
     manager, model = make_manager(NUM_USABLE + 1), LeastRecentlyUsed()
     names: dict[bytes, Prefix] = {}

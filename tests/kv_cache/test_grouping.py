@@ -63,7 +63,7 @@ def test_groups_of_known_models(num_windows: int, num_full: int, expected: list[
     assert sizes(layers(*[WINDOW] * num_windows, *[FULL] * num_full)) == expected
 
 
-def test_a_kind_is_what_a_layer_reads() -> None:
+def test_layers_with_other_windows_are_another_kind() -> None:
     other = dataclasses.replace(WINDOW, sliding_window=64)
     assert sizes(layers(other, WINDOW, STATE, FULL)) == [
         ("FullAttention", 1),
@@ -73,7 +73,7 @@ def test_a_kind_is_what_a_layer_reads() -> None:
     ]
 
 
-def test_a_block_is_a_multiple_of_what_each_kind_needs() -> None:
+def test_parts_per_block_follow_the_widest_layer() -> None:
     wide = dataclasses.replace(WINDOW, num_kv_heads=4)
     specs = layers(FULL, wide)
     config = KVCacheConfig(5, group_layers(specs, 4096), specs)

@@ -117,7 +117,7 @@ def test_hit_is_the_longest_with_all_reads_cached(spec, cached, max_num_tokens):
 
 @derandomized
 @given(all_specs, st.integers(1, 40), st.lists(st.integers(1, 12), min_size=40), st.data())
-def test_what_a_start_asks_for_is_enough_to_get_to_the_end(spec, num_tokens, chunks, data):
+def test_blocks_to_start_suffice_to_the_end(spec, num_tokens, chunks, data):
     """With just so many free blocks, every chunk of the known tokens finds room, whatever the hit and its holders."""
     pool, manager = make(spec)
     keys = names(10)
@@ -184,7 +184,7 @@ class Mamba:
 
 @derandomized
 @given(recurrent_specs, st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1), st.data())
-def test_a_recurrent_model_resumes_from_what_others_left(spec, prompts, data):
+def test_recurrent_model_resumes_from_cached_states(spec, prompts, data):
     """Prompts of few different tokens, in any chunks, in a pool that has to evict: each ends in its own state."""
     from quire.kv_cache.hashing import ExtraKeys, extend_hashes
 

@@ -331,7 +331,7 @@ def options(max_examples: int) -> settings:
 
 
 @pytest.mark.item(55)
-def test_the_cache_is_what_a_model_of_its_tokens_says() -> None:
+def test_cache_equals_a_model_by_tokens() -> None:
     """Some 11,000 operations."""
     run_state_machine_as_test(KVCacheMachine, settings=options(100))
     assert all(KVCacheMachine.seen[what] > 50 for what in ("forks", "swaps", "hits", "forgotten")), (
@@ -341,7 +341,7 @@ def test_the_cache_is_what_a_model_of_its_tokens_says() -> None:
 
 @pytest.mark.item(55)
 @pytest.mark.more
-def test_so_it_is_after_ten_thousand_operations_more() -> None:
+def test_cache_equals_its_model_after_10000_operations() -> None:
     before = KVCacheMachine.seen["operations"]
     run_state_machine_as_test(KVCacheMachine, settings=options(250))
     assert KVCacheMachine.seen["operations"] - before >= 10_000

@@ -85,7 +85,7 @@ def test_leases_are_renewed_but_not_for_ever(
     assert rows.stats().num_evicted == 1
 
 
-def test_what_there_is_no_room_for_is_not_offered(rows: LeasedRows) -> None:
+def test_blocks_beyond_the_limit_are_not_offered(rows: LeasedRows) -> None:
     numbers = range(1, 7)
     offered = rows.offer(A, [name(number) for number in numbers], [row(number) for number in numbers])
     assert offered == [True] * 4 + [False] * 2

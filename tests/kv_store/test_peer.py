@@ -98,7 +98,7 @@ numbers = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True)
 @given(
     st.lists(st.tuples(st.sampled_from(["read", "write", "remove", "find", "again"]), numbers), max_size=12)
 )
-def test_any_calls_give_what_a_dictionary_would(calls: list[tuple[str, list[int]]]) -> None:
+def test_any_calls_equal_a_dictionary(calls: list[tuple[str, list[int]]]) -> None:
     limits = RowServerLimits(buffer_bytes=3 * (ROW_BYTES + 4))
     with serving("tcp://127.0.0.1:0", KEY, limits) as server, connected(server.address, KEY) as store:
         stored: set[int] = set()
@@ -163,7 +163,7 @@ def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
         RowServer(f"unix:{tmp_path}/none/s", lambda namespace: MemoryStore(namespace, RowMemory(1)))
 
 
-def test_an_address_in_use_is_said_and_a_stale_socket_replaced(tmp_path: Path) -> None:
+def test_used_address_is_an_error_stale_socket_is_replaced(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/s"
     with serving(address), pytest.raises(StartupError, match="a server listens there"):
         RowServer(address, lambda namespace: MemoryStore(namespace, RowMemory(1)))

@@ -229,7 +229,7 @@ def test_a_recorded_run_can_be_replayed(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_preempted_request_loads_what_the_caches_lost(model: Path, async_scheduling: bool) -> None:
+def test_preempted_request_loads_evicted_blocks(model: Path, async_scheduling: bool) -> None:
     """Asleep, an engine loses its cache on both tiers; woken, it computes little again."""
     config, disk, specs = config_for(model, async_scheduling=async_scheduling), Disk(), specs_of(("full",))
     expected = tokens_alone(config, specs, PROMPTS[0])
@@ -251,9 +251,7 @@ def test_preempted_request_loads_what_the_caches_lost(model: Path, async_schedul
     engine.core.shutdown()
 
 
-def test_requests_that_lack_blocks_reload_what_they_lost(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_short_of_blocks_reload_from_the_store(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once there is room to resume them; the host tier is too small for what they lose."""
     config = config_for(model, num_gpu_blocks_override=16, max_model_len=40, max_num_seqs=4)
     monkeypatch.setattr("quire.kv_cache.sizing.BUFFER_BYTES", 0)

@@ -127,7 +127,7 @@ def test_request_is_released_if_a_reset_ends_its_pull(model: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["late", "broken", "short", "gone"])
-def test_a_failed_pull_computes_and_says_so(model: Path, fault: str) -> None:
+def test_failed_pull_computes_and_is_reported(model: Path, fault: str) -> None:
     config, disk, specs = transferring(model), Disk(), specs_of(("full",))
     expected = tokens_alone(config.evolve(kv_transfer_config={}), specs, PROMPTS[0])
     offer = prefilled(config, disk, specs)
@@ -246,7 +246,7 @@ def test_a_refused_request_ends_its_lease(model: Path) -> None:
     aborted=st.booleans(),
 )
 @settings(max_examples=30, deadline=None)
-def test_whatever_happens_tokens_are_those_of_one_core(
+def test_tokens_equal_one_core_under_any_faults(
     null_model_dir: Path,
     kinds: tuple[str, ...],
     blocks: int,

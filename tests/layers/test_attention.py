@@ -134,7 +134,7 @@ def test_a_cache_precision_of_another_device_is_refused(
         kv_cache_dtype(config)
 
 
-def test_a_backend_that_cannot_be_captured_says_so(tiny_model: Callable[[str], Path]) -> None:
+def test_backend_without_capture_gives_the_reason(tiny_model: Callable[[str], Path]) -> None:
     backends = ("auto", "reference")
     models = [
         load_tiny(tiny_model("llama"), attention_backend=name, load_format="dummy") for name in backends

@@ -133,7 +133,7 @@ def test_layers_that_disagree_on_planes_are_not_one_group() -> None:
         assert {config.layer_specs[name].planes for name in group.layer_names} == {group.spec.planes}
 
 
-def test_a_layer_that_cannot_be_captured_says_so() -> None:
+def test_layer_without_capture_gives_the_reason() -> None:
     layers, _, _ = bound(["full", "full", "state"])
     assert all(isinstance(layer, CacheUser) for layer in layers)
     assert why_not_captured(layers) == "FullAttentionSpec is slow and RecurrentStateSpec is slow"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in the engine: whoever else is in the batch, a request gets what it gets alone."""
+"""Adapters in the engine: a request's results do not depend on the batch."""
 
 from __future__ import annotations
 

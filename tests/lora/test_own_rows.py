@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that adapters have in place of a table's: what comes out is what a model with these rows says."""
+"""Embedding rows that adapters replace: results equal a model with these rows."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_adapters_on_ranks_match_one_rank(case: str, wide: Path, adapters: list[
 
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.more)])
 @pytest.mark.usefixtures("threads")
-def test_slices_say_the_same_bits_on_one_two_and_four_ranks(
+def test_slices_have_the_same_bits_on_1_2_and_4_ranks(
     quantization: str | None, wide: Path, adapters: list[LoRARequest]
 ) -> None:
     options = {"tp_invariant": True, "quantization": quantization}

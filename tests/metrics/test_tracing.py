@@ -117,7 +117,7 @@ def test_a_trace_that_its_client_does_not_sample_has_no_spans() -> None:
 @pytest.mark.parametrize(
     "header", ["", "x", "00-0-0-01", f"00-{'0' * 32}-{SPAN}-01", f"ff-{TRACE}-{SPAN}-01"]
 )
-def test_a_header_that_is_none_begins_a_trace(header: str) -> None:
+def test_invalid_header_begins_a_trace(header: str) -> None:
     span = spans_of(ended({"traceparent": header, "tracestate": "\x00,=,=="}, **TIMES))["llm_request"]
     assert span.parent is None
 

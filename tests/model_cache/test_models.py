@@ -96,7 +96,9 @@ def test_rm_of_a_missing_model_removes_nothing(
 
 
 @pytest.mark.parametrize("answer", ["n\n", "\n", ""])
-def test_rm_asks_and_keeps_without_a_yes(cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+def test_rm_without_confirmation_keeps_the_model(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     assert main(["rm", "some/floats", "--download-dir", str(cache)]) != 0
     assert len(cached_models(str(cache))) == 2

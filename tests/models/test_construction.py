@@ -45,6 +45,6 @@ def test_an_old_style_constructor_gets_the_parts_that_it_names(
     assert "OldStyle has an old-style constructor" in caplog.text
 
 
-def test_a_constructor_that_wants_something_else_is_named(tiny_model: Callable[[str], Path]) -> None:
+def test_unexpected_constructor_argument_is_named(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(ModelLoadError, match="Demanding wants weather; a model is made by"):
         construct(Demanding, prepared_config(tiny_model("llama")))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole tiny models on the GPU's kernels, in Triton's interpreter: right, and the same bits in every batch if asked."""
+"""Tiny models on GPU kernels, in Triton's interpreter: correct, and batch-invariant with the option."""
 
 from collections.abc import Callable
 from pathlib import Path

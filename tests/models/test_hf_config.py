@@ -238,7 +238,7 @@ def test_defaults_are_those_of_the_family(arch: str, tmp_path: Path) -> None:
     assert ours.final_logit_softcap == cap
 
 
-def test_both_rope_layouts_say_the_same(tmp_path: Path) -> None:
+def test_both_rope_layouts_are_equivalent(tmp_path: Path) -> None:
     rope = {
         "factor": 8.0,
         "low_freq_factor": 1.0,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that whole engines are asked of have every kind of part, and none of them is there for nothing."""
+"""The tiny models of engine tests (`COVER`) have every kind of part, and each of them is needed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys, tensors and files in other places that transformers knows: read there, refused, or named in the log."""
+"""Keys, tensors and files in alternative places of transformers: read, refused, or named in the log."""
 
 from __future__ import annotations
 

@@ -87,13 +87,13 @@ def test_so_are_the_shares_of_two_ranks(rank: int, checkpoints: tuple[Path, Path
     same(*(loader.load_model(prepared_config(directory), Shard(rank, 2)) for directory in checkpoints))
 
 
-def test_experts_are_shared_out_whole(checkpoints: tuple[Path, Path]) -> None:
+def test_experts_are_distributed_whole(checkpoints: tuple[Path, Path]) -> None:
     for directory in checkpoints:
         found, _ = of_replicas(directory, 1, enable_expert_parallel=True)
         assert torch.equal(found, logits(loader.load_model(prepared_config(directory))))
 
 
-def test_so_are_weights_by_way_of_buffers(
+def test_staged_weights_equal_the_floats(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "tensor_reader", lambda device: StagedCopy(LateStream(), 4000))

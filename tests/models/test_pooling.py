@@ -135,7 +135,7 @@ def test_without_a_pooling_every_token_keeps_its_vector(tmp_path: Path) -> None:
     assert (spec_of(tmp_path).tasks, spec_of(tmp_path).pooling) == (("token_embed",), "all")
 
 
-def test_tokens_are_matched_as_the_files_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_token_matching_follows_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_config(tmp_path)
     own = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
     mask = {"type": "sentence_transformers.multi_vector_encoder.modules.MultiVectorMask", "path": "4_Mask"}
@@ -184,7 +184,7 @@ def test_pylate_token_settings_are_read(tmp_path: Path) -> None:
     ("function", "num_labels", "activation"),
     [("Identity", 1, "none"), ("Identity", 3, "none"), ("Sigmoid", 1, "sigmoid"), ("Softmax", 3, "softmax")],
 )
-def test_a_cross_encoder_says_its_function_beside_its_modules(
+def test_cross_encoder_activation_is_read_beside_modules(
     function: str, num_labels: int, activation: str, tmp_path: Path
 ) -> None:
     write_config(tmp_path, "Qwen3ForSequenceClassification", num_labels=num_labels)
@@ -326,7 +326,7 @@ def test_unsupported_answer_configs_are_refused(
         prepared(tmp_path)
 
 
-def test_answers_of_a_model_that_says_nothing_are_refused(tmp_path: Path) -> None:
+def test_logit_score_of_a_classifier_is_refused(tmp_path: Path) -> None:
     write_config(tmp_path, "Qwen3ForSequenceClassification")
     write_answering(tmp_path)
     with pytest.raises(ModelLoadError, match="LogitScore is for language models, not Qwen3ForSequence"):
@@ -371,7 +371,7 @@ def test_a_decoder_that_sees_both_ways_pools_and_takes_the_mean(tmp_path: Path) 
 BERT = {"model_type": "bert", "layer_norm_eps": 1e-12}
 
 
-def test_an_encoder_is_given_the_head_that_convert_says(tmp_path: Path) -> None:
+def test_encoder_gets_the_head_of_the_convert_option(tmp_path: Path) -> None:
     config = prepared(write_config(tmp_path, "BertForMaskedLM", num_labels=3, **BERT), convert="classify")
     assert config.pooling is not None
     assert config.arch.head is not None

@@ -294,7 +294,7 @@ def qkv_of(model: CausalLM) -> QKVLinear:
 
 @pytest.mark.parametrize("name", ["llama-tied-bias", "phi3", "gemma2", "gpt2"])
 @pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=["float", "int8"])
-def test_a_share_has_its_bits_by_way_of_buffers_too(
+def test_staged_shard_has_the_same_bits(
     name: str, options: dict[str, Any], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = ranks_of(checkpoint(name), 2, **options)
@@ -305,9 +305,7 @@ def test_a_share_has_its_bits_by_way_of_buffers_too(
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["qwen2", "phi3", "gpt2"])
-def test_shares_of_random_weights_are_those_of_the_whole(
-    name: str, checkpoint: Callable[[str], Path]
-) -> None:
+def test_shards_of_random_weights_equal_the_whole(name: str, checkpoint: Callable[[str], Path]) -> None:
     options = {"load_format": "dummy"}
     whole, ranks = load_tiny(checkpoint(name), **options), ranks_of(checkpoint(name), 2, **options)
     for layer, share in layers_of(whole, ranks):

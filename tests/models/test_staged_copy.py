@@ -146,7 +146,7 @@ def same(ours: CausalLM, theirs: CausalLM) -> None:
 
 @pytest.mark.parametrize("name", quick_models(sorted(TINY_MODELS), QUICK))
 @pytest.mark.parametrize("buffer_bytes", [1000, 1 << 20])
-def test_models_have_the_bits_of_the_plain_way(
+def test_staged_copy_has_the_bits_of_a_plain_load(
     name: str,
     buffer_bytes: int,
     tiny_model: Callable[[str], Path],
@@ -160,7 +160,7 @@ def test_models_have_the_bits_of_the_plain_way(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_layer_is_quantized_when_it_is_there(
+def test_layer_is_quantized_once_it_is_loaded(
     quantization: str, tiny_model: Callable[[str], Path], staged: Callable[..., tuple[CausalLM, LateStream]]
 ) -> None:
     model, _ = staged(tiny_model("qwen2"), 1000, quantization=quantization)
@@ -217,7 +217,7 @@ def stored_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, Safet
     return stored, SafetensorsFile(path)
 
 
-def test_a_file_that_was_cut_short_since_is_said(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_file_truncated_since_is_reported(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     path = tmp_path / SINGLE_NAME
     save_file(load_file(tiny_model("llama") / SINGLE_NAME), path)
     file = SafetensorsFile(path)

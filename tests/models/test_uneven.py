@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose layers have sizes of their own, or are skipped in part, as config.json says it."""
+"""Models whose layers differ in size or lack parts, by config.json."""
 
 from __future__ import annotations
 

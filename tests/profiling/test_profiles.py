@@ -115,7 +115,7 @@ def test_profile_without_the_option_is_refused() -> None:
         ObservabilityConfig().require_profiler()
 
 
-async def test_routes_without_the_option_say_so() -> None:
+async def test_routes_without_the_option_are_refused() -> None:
     engine: Any = FakeEngine()
     engine.start_profile = AsyncLLM.start_profile.__get__(engine)
     async with client_for(engine, admin_api_key="admin") as client:

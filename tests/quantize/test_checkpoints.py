@@ -108,7 +108,7 @@ def test_small_weights_in_float16_have_scales_that_it_has(
     assert torch.equal(change, least)
 
 
-def test_words_are_those_of_compressed_tensors() -> None:
+def test_packed_words_equal_compressed_tensors() -> None:
     """Recorded of `pack_to_int32` of its version 0.20.0, along inputs, and of zero points along outputs."""
     codes = ((torch.arange(80).reshape(10, 8) * 7 + 3) % 16).to(torch.uint8)
     written = IntegerGrid(4, 1, False).tensors(codes, Steps(torch.ones(10, 8), codes.float()), torch.float32)

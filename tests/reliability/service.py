@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `quire serve` that can be asked for everything, and what must be true of it after whatever happened."""
+"""A real `quire serve` with all features, and the invariants that hold after every fault."""
 
 from __future__ import annotations
 

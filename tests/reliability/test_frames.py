@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames between the processes: whatever bytes come, they are a message or an error, and what decodes kills nobody."""
+"""Frames between processes: any bytes decode to a message or an error, and no message ends a process."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def refused(reply: httpx.Response, status: int = 400) -> str:
     ],
     ids=str,
 )
-def test_a_prompt_with_nothing_in_it_is_refused(path: str, body: dict[str, Any], service: Service) -> None:
+def test_empty_prompt_is_refused(path: str, body: dict[str, Any], service: Service) -> None:
     refused(service.post(path, body))
 
 
@@ -297,7 +297,7 @@ def test_fields_without_effect_are_named_in_the_reply(service: Service) -> None:
     ],
     ids=lambda fields: json.dumps(fields)[:50],
 )
-def test_a_request_has_no_say_in_how_the_template_runs(fields: dict[str, Any], service: Service) -> None:
+def test_request_cannot_change_how_the_template_runs(fields: dict[str, Any], service: Service) -> None:
     reply = service.chat(**fields, temperature=0)
     if reply.status_code == 200:  # what the template does not read has no effect, and that is said
         plain = service.chat(temperature=0).json()

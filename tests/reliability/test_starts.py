@@ -72,7 +72,7 @@ NULL = ("--distributed-executor-backend", "null", "--port", "0")
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_start_that_cannot_succeed_says_why(
+def test_impossible_start_names_its_reason(
     args: tuple[str, ...], sh: str, words: str, tmp_path: Path
 ) -> None:
     backend = NULL if "kv-cache-memory" not in str(args) else ("--port", "0")
@@ -81,7 +81,7 @@ def test_a_start_that_cannot_succeed_says_why(
 
 @pytest.mark.more
 @pytest.mark.item(49)
-def test_a_port_that_is_taken_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_taken_port_is_an_error_before_loading(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = start(tmp_path, "--port", str(taken.getsockname()[1]))
     assert "--port" in reason(done)

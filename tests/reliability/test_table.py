@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every promise has its test, and the page says so."""
+"""Every promise has its test, and the page lists them."""
 
 from __future__ import annotations
 

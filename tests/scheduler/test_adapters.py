@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running requests have no more different adapters than may be in a step, and nobody starves."""
+"""Running requests have at most the allowed number of adapters, and no request starves."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

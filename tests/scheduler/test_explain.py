@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each cause of waiting is told, and the shares add up to the wait exactly, as a second account measures it."""
+"""Each cause of waiting is reported, and the durations add up to the wait exactly."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,7 +58,7 @@ def test_token_budget():
     assert shares(engine, "b") == {"next_step": 1, "token_budget": 2}
 
 
-def test_blocks_say_how_many_are_short():
+def test_cause_blocks_has_the_missing_number():
     engine = Engine(make_config(num_gpu_blocks_override=13, enable_prefix_caching=False))
     engine.add("a", range(16), max_tokens=16)
     engine.step()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are not ready: in nobody's way, released to the place that their arrival gives them, and explained."""
+"""Held requests: they block no other, are released in order of arrival, and are explained."""
 
 import pytest
 

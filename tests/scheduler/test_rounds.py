@@ -226,7 +226,7 @@ def test_explanation_has_pace_and_round_bound():
     assert pace(engine) == "", "it has ended"
 
 
-def test_pace_says_that_a_request_cannot_have_rounds():
+def test_pace_excludes_a_request_from_multi_step_decode():
     engine = engine_of(4)
     engine.executor._num_decode_steps = lambda plan: 1  # as of a request with logprobs
     engine.add("a", PROMPT, max_tokens=40)

@@ -104,7 +104,7 @@ def test_unchunked_request_beyond_the_budget_still_resumes():
 # Prefix cache
 
 
-def test_a_later_request_reuses_the_prefix_and_says_so():
+def test_later_request_reuses_the_prefix_and_reports_it():
     engine = Engine()
     engine.add("a", range(15))
     engine.drain()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the number of tokens asked of a slow drafter: the one with the most tokens per second."""
+"""Number of drafts of a slow drafter: the one with the most tokens per second."""
 
 from __future__ import annotations
 

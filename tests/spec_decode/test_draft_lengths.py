@@ -25,7 +25,7 @@ from quire.spec_decode.speculation import (
     Verified,
 )
 from quire.spec_decode.step_costs import HOPE, WIDEST, StepCosts, choose_lengths
-from tests.spec_decode.told_clocks import ToldClocks
+from tests.spec_decode.manual_clocks import ManualClocks
 
 Cost = Callable[[int], float]
 
@@ -261,7 +261,7 @@ def test_request_with_rejected_drafts_gets_hardly_any() -> None:
 @pytest.mark.parametrize("num_ahead", [0, 2])
 def test_drafter_that_costs_more_than_it_saves_is_used_less(num_ahead: int) -> None:
     """Steps that were planned while guessing rested say nothing about it."""
-    clocks, asked, done = ToldClocks(), list[int](), list[int]()
+    clocks, asked, done = ManualClocks(), list[int](), list[int]()
 
     class Slow(Said):
         def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:

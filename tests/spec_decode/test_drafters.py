@@ -234,6 +234,6 @@ def test_a_file_that_has_no_recorded_outputs_is_refused(content: str | None, tmp
         RecordedDrafter(with_vocabulary({"method": "recorded", "model": str(path)}))
 
 
-def test_built_in_drafters_say_which_keys_they_read() -> None:
+def test_built_in_drafters_declare_their_keys() -> None:
     made: list[type[Drafter]] = [NgramDrafter, SuffixDrafter, RecordedDrafter]
     assert [DRAFTERS.resolve(name) for name in ("ngram", "suffix", "recorded")] == made

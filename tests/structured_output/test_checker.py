@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is asked for, it compiles within the limits, or is refused with a reason; nobody else is harmed."""
+"""Any constraint compiles within the limits or is refused with a reason, without effect on other requests."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def write(matcher: Matcher, text: list[int]) -> None:
         assert matcher.advance(byte)
 
 
-def test_a_lexer_of_too_many_states_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lexer_with_too_many_states_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a matcher of its own may have fewer."""
     monkeypatch.setitem(LIMITS, "max_lexer_states", 1000)
     backend = GuidanceBackend(Vocabulary.from_bytes())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled grammars are kept within a number of bytes, and compiled beside whoever asks."""
+"""Compiled grammars are kept within a number of bytes, and compiled off the caller's thread."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_grammar_is_compiled_by_another_thread() -> None:
     grammars.close()
 
 
-def test_a_grammar_that_cannot_be_compiled_is_ready_to_say_so() -> None:
+def test_uncompilable_grammar_is_ready_with_its_error() -> None:
     grammars = store()
     grammars.prepare(regex("(")).result(60)
     assert grammars.prepare(regex("(")).done()

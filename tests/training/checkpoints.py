@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two checkpoints of one model, the ways from one to the other, and what an engine says."""
+"""Two checkpoints of one model, the updates from one to the other, and an engine's outputs."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def check_both_ways(first: Path, second: Path, way: str, **args: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_gives_the_bits_of_a_fresh_engine(
+def test_every_update_method_equals_a_fresh_engine(
     pair: Callable[[str], tuple[Path, Path]], way: str
 ) -> None:
     check_both_ways(*pair("llama"), way, dtype="float32")

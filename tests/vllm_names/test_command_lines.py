@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's command lines: each is accepted with a known meaning, or refused with a sentence that says what to do."""
+"""vLLM's command lines: each is accepted with a known meaning, or refused with a remedy."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_flags_of_llama_server_lead_to_options() -> None:
 
 
 @folded("line", REFUSED)
-def test_unsupported_command_line_says_what_to_do(line: str) -> None:
+def test_unsupported_command_line_names_a_remedy(line: str) -> None:
     with pytest.raises((click.UsageError, ConfigError)) as error:
         configs(line)
     message = error.value.format_message() if isinstance(error.value, click.UsageError) else str(error.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's import paths: each gives quire's object, or an error that says what to import."""
+"""vLLM's import paths: each gives quire's object, or an error that names the import to use."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_import_path_gives_own_object(place: str) -> None:
 
 
 @folded("place", MISSING)
-def test_absent_import_says_what_to_do(place: str) -> None:
+def test_absent_import_names_a_remedy(place: str) -> None:
     with pytest.raises(ImportError, match=MISSING[place]):
         imported(place)
 

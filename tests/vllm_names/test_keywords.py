@@ -71,7 +71,7 @@ def test_engine_keyword_sets_options(given: dict[str, Any], expected: dict[str, 
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED, ids=str)
-def test_unsupported_engine_keyword_says_what_to_do(given: dict[str, Any], message: str) -> None:
+def test_unsupported_engine_keyword_names_a_remedy(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_args(**given)
 
@@ -149,7 +149,7 @@ def test_neutral_sampling_keyword_is_accepted(given: dict[str, Any]) -> None:
         ({"truncate_prompt_tokens": 5}, "cut the token ids"),
     ],
 )
-def test_unsupported_sampling_keyword_says_what_to_do(given: dict[str, Any], message: str) -> None:
+def test_unsupported_sampling_keyword_names_a_remedy(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         SamplingParams(**given)
 

@@ -169,7 +169,7 @@ def test_metrics_count_generated_tokens(llm: LLM) -> None:
         ("wibble", "has no attribute 'wibble'"),
     ],
 )
-def test_missing_method_says_what_to_do(llm: LLM, name: str, sentence: str) -> None:
+def test_missing_method_names_a_remedy(llm: LLM, name: str, sentence: str) -> None:
     assert not hasattr(llm, name)
     with pytest.raises(AttributeError, match=sentence):
         getattr(llm, name)
@@ -196,7 +196,7 @@ def test_keywords_of_methods_are_accepted_or_refused(llm: LLM) -> None:
         llm.generate("Hello", use_tdqm=False)  # type: ignore[call-arg]
 
 
-def test_missing_tokenizer_method_says_what_to_do(llm: LLM) -> None:
+def test_missing_tokenizer_method_names_a_remedy(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r"Tokenizer\.get_vocab is not in quire: call vocabulary\(\)"):
         llm.get_tokenizer().get_vocab()  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"encode\(text\) returns the token ids"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler, one row at a time and as plainly as it can be said."""
+"""The sampler in plain Python, one row at a time."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from quire.spec_decode.step_costs import OwnClock, StepCosts
 from quire.spec_decode.worker.calibration import NUM_TIMED, Calibration, is_calibrated, shapes_of
 from quire.spec_decode.worker.drafting import DraftingPart
 from quire.worker.calibration import rehearsed_groups
-from tests.spec_decode.told_clocks import ToldClocks
+from tests.spec_decode.manual_clocks import ManualClocks
 from tests.worker.harness import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -118,8 +118,8 @@ def test_shapes_that_the_cache_has_no_room_for_are_left_out() -> None:
     assert set(ran) == {1, 5, 0}
 
 
-class Asked:
-    """A drafter that writes down what it is asked and told to forget."""
+class RecordingDrafter:
+    """Drafter that records its calls."""
 
     keys = frozenset[str]()
 
@@ -136,7 +136,7 @@ class Asked:
 
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_nothing_is_left_behind_but_costs(adaptive: bool) -> None:
-    drafter, clocks = Asked(), ToldClocks()
+    drafter, clocks = RecordingDrafter(), ManualClocks()
     runner = toy_runner(**AUTO)
     speculation = Speculation({"asked": drafter}, adaptive=adaptive, clocks=clocks)
     (part,) = runner.parts

@@ -90,14 +90,14 @@ def test_graph_memory_outside_torch_is_counted(gpu: tuple[GpuDevice, Memory]) ->
     )
 
 
-def test_a_step_that_does_not_fit_is_said(gpu: tuple[GpuDevice, Memory]) -> None:
+def test_step_without_memory_is_reported(gpu: tuple[GpuDevice, Memory]) -> None:
     with pytest.raises(StartupError, match="largest step"), gpu[0].memory.rehearsal():
         raise torch.OutOfMemoryError("12 GiB")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", ["cuda", "xpu"])
-def test_a_device_that_is_not_there_is_said(name: str) -> None:
+def test_absent_device_is_reported(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"--device {name}: torch \S+ finds no such device"):
         make_device(name).start(tiny_config())
 
@@ -109,7 +109,7 @@ def test_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_device("cpu").transfers.torch_device.type == "cpu"
 
 
-def test_a_machine_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_args: object) -> None:
         raise RuntimeError("Failed to find C compiler.")
 

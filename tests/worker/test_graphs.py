@@ -68,7 +68,7 @@ def test_rows_are_put_where_graphs_read_them() -> None:
     assert not first.any()
 
 
-def test_everybodys_graphs_are_made_in_order() -> None:
+def test_graphs_of_all_features_are_captured_in_order() -> None:
     room, made = GraphMemory(FakeGpu(), 4), list[tuple[str, bool]]()
 
     for name in ("passes", "choices"):

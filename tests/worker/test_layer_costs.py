@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers are timed one of each kind, alone; what they cost says where stages are cut. Nothing asks how long it was."""
+"""One layer of each kind is timed alone, and the costs decide the split into stages. No test reads a clock."""
 
 from __future__ import annotations
 

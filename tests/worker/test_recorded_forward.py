@@ -233,7 +233,7 @@ def test_recorded_graphs_have_places_for_groups_of_states() -> None:
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
-def test_a_recorded_step_with_a_bad_id_says_so() -> None:
+def test_recorded_step_with_a_bad_id_fails() -> None:
     forward = RecordedForward(Lookup(), 2, (4,), ROOM)
     forward(step([1], [0]))
     with pytest.raises(IndexError, match="embedding"):

@@ -194,7 +194,7 @@ def test_equals_the_plain_sampler(members: list[NewRequestData], seed: int, ties
 
 @settings(derandomize=True, max_examples=30, deadline=None)
 @given(st.lists(requests, min_size=1, max_size=4), st.integers(0, 2**32), st.data())
-def test_behind_drafts_it_is_as_if_they_were_known(
+def test_sampling_behind_drafts_equals_known_tokens(
     members: list[NewRequestData], seed: int, data: st.DataObject
 ) -> None:
     """Also after they turned out to be wrong, of which nothing stays."""

@@ -105,7 +105,7 @@ def test_sleep_on_a_host_keeps_recorded_graphs(tiny_model: Callable[[str], Path]
 
 
 @pytest.mark.more
-def test_sleeping_deeper_drops_what_was_parked(engine: LLMEngine) -> None:
+def test_deeper_sleep_drops_parked_weights(engine: LLMEngine) -> None:
     expected = tokens(engine)
     for level in (1, 2, 1):
         engine.sleep(level)

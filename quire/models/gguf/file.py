@@ -271,7 +271,7 @@ class GgufFile:
     def _check_count(self, what: str, count: int, least_bytes: int) -> None:
         most = (self._size - self._place) // least_bytes
         if count > most:
-            raise self._error(f"truncated: it says that it has {count} {what}, and has room for {most}")
+            raise self._error(f"truncated: it has room for {most} of its {count} {what}")
 
     def _error(self, problem: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {problem}")

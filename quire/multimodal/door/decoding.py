@@ -124,7 +124,7 @@ def _named(content: bytes) -> str:
 
 
 def in_eight_bits(image: Image.Image) -> Image.Image:
-    """Return an image whose values are 0 to 255; grey values of 16 bits are scaled, which Pillow would cut off.
+    """Return an image whose values are 0 to 255; gray values of 16 bits are scaled, which Pillow would cut off.
 
     Raises:
         ValidationError: the values are numbers of 32 bits, whose range is unknown.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetching of media from hosts that the operator names, over HTTP/1.1.
 
-Invariant: the address that is dialled is one that was checked, so a name that resolves differently a moment later
+Invariant: the address that is dialed is one that was checked, so a name that resolves differently a moment later
 changes nothing. It is public, unless the operator named an address or localhost itself. Every redirect is checked like
 a first URL. No proxy, cookie or credential is used. Bytes and time are bounded.
 """
@@ -123,7 +123,7 @@ async def _follow(url: str, allowed: Collection[str], where: str) -> bytes:
 
 
 async def checked_address(target: FetchTarget, where: str) -> str:
-    """Return an address of a host, all of whose addresses may be dialled.
+    """Return an address of a host, all of whose addresses may be dialed.
 
     Raises:
         ValidationError: it has none, or one that is not public.

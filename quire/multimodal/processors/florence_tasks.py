@@ -185,9 +185,7 @@ def _area(quad: Sequence[int]) -> float:
 
 def _boxes(text: str, size: tuple[int, int], _: AnswerRules) -> dict[str, Any]:
     """Return each box with the label before it, of which only the ASCII characters count."""
-    found = [
-        (box, _ascii(label)) for label, boxes in _labelled(_phrases(_BOXED, text), size) for box in boxes
-    ]
+    found = [(box, _ascii(label)) for label, boxes in _labeled(_phrases(_BOXED, text), size) for box in boxes]
     return {"bboxes": [box for box, _ in found], "labels": [label for _, label in found]}
 
 
@@ -199,7 +197,7 @@ def _bare_boxes(text: str, size: tuple[int, int], _: AnswerRules) -> dict[str, A
 
 def _grounded(text: str, size: tuple[int, int], rules: AnswerRules) -> dict[str, Any]:
     """Return each box of a caption's phrases."""
-    kept = [pair for pair in _labelled(_phrases(_BOXED, text), size) if pair[0] not in rules.banned]
+    kept = [pair for pair in _labeled(_phrases(_BOXED, text), size) if pair[0] not in rules.banned]
     found = [(box, _ascii(label)) for label, boxes in kept for box in boxes]
     return {"bboxes": [box for box, _ in found], "labels": [label for _, label in found]}
 
@@ -249,7 +247,7 @@ def _phrases(pattern: re.Pattern[str], text: str) -> Iterator[str]:
             return
 
 
-def _labelled(phrases: Iterator[str], size: tuple[int, int]) -> Iterator[tuple[str, list[list[int]]]]:
+def _labeled(phrases: Iterator[str], size: tuple[int, int]) -> Iterator[tuple[str, list[list[int]]]]:
     """Yield the label of each phrase, and the boxes behind it."""
     for phrase in phrases:
         label = _label(phrase)

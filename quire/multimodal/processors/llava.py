@@ -55,7 +55,7 @@ NEWLINE = "\n"
 
 
 class LlavaProcessor(Processor):
-    """Processor that resizes the shorter side, or both, and crops the centre.
+    """Processor that resizes the shorter side, or both, and crops the center.
 
     Args:
         num_embeddings: per image.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that processors share: colours, sizes, crops, and the table from uint8 to float32.
+"""Steps that processors share: colors, sizes, crops, and the table from uint8 to float32.
 
 Invariant: with the same Pillow, each step gives the bits of transformers' Pillow backend. All steps before the table
 work on uint8. The table has, for a channel and a value, the float32 of value x factor, minus the mean, over the
@@ -57,7 +57,7 @@ def with_short_side(size: Size, short: int) -> Size:
 
 
 def cropped(pixels: NDArray[np.uint8], size: Size) -> NDArray[np.uint8]:
-    """Return the centre [h, w, 3] of an image; where the image is smaller, black surrounds it."""
+    """Return the center [h, w, 3] of an image; where the image is smaller, black surrounds it."""
     height, width = pixels.shape[:2]
     top, left = (height - size[0]) // 2, (width - size[1]) // 2
     if top >= 0 and left >= 0:

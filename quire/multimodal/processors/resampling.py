@@ -115,14 +115,14 @@ def _passed(rows: NDArray[np.uint8], axis: _Axis, outputs: int) -> NDArray[np.ui
 
 def resampled(pixels: NDArray[np.uint8], size: Size, resample: int) -> NDArray[np.uint8]:
     """Return pixels [H, W, 3] with another (height, width)."""
-    height, width, colours = pixels.shape
+    height, width, colors = pixels.shape
     if width != size[1]:
         across = pixels.transpose(1, 0, 2).reshape(width, -1)
         across = _passed(across, _axis(width, size[1], resample), size[1])
-        pixels = across.reshape(size[1], height, colours).transpose(1, 0, 2)
+        pixels = across.reshape(size[1], height, colors).transpose(1, 0, 2)
     if height != size[0]:
         down = _passed(pixels.reshape(height, -1), _axis(height, size[0], resample), size[0])
-        pixels = down.reshape(size[0], size[1], colours)
+        pixels = down.reshape(size[0], size[1], colors)
     return np.ascontiguousarray(pixels)
 
 

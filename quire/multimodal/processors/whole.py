@@ -42,7 +42,7 @@ MARKER = "<image>"
 
 
 class WholeImageProcessor(Processor):
-    """Processor that resizes to one size: DeiT's crops the centre."""
+    """Processor that resizes to one size: DeiT's crops the center."""
 
     OPTIONS = frozenset[str]()
     marker = placeholder = MARKER

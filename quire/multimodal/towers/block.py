@@ -43,7 +43,7 @@ class BlockShape:
     key_bias: bool = True
     qk_norm: bool = False  # RMS norm over all heads together.
     scaled: bool = False  # Outputs of attention and MLP are scaled per channel.
-    interleaved: bool = False  # Rotary angles rotate neighbours, not halves.
+    interleaved: bool = False  # Rotary angles rotate neighbors, not halves.
     norms: tuple[str, str] = ("layer_norm1", "layer_norm2")
     qkv: str = "self_attn.qkv_proj"
     out: str = "self_attn.out_proj"

@@ -118,15 +118,15 @@ class DaViTStage(Module):
         super().__init__()
         sizes = [int(size) for size in eyes.numbers("embed_dim")]
         self.size = sizes[number]
-        colours = sizes[number - 1] if number else eyes.integer("in_channels", 3)
+        colors = sizes[number - 1] if number else eyes.integer("in_channels", 3)
         self.patch, self.stride, self.padding = (
             int(eyes.numbers(key)[number]) for key in ("patch_size", "patch_stride", "patch_padding")
         )
         self.norms_before = bool(eyes.get("patch_prenorm")[number])
         at = f"vision_tower.convs.{number}"
-        self.norm = _norm(tower, colours if self.norms_before else self.size, f"{at}.norm")
+        self.norm = _norm(tower, colors if self.norms_before else self.size, f"{at}.norm")
         self.conv = PatchLinear(
-            patch=(colours, self.patch, self.patch),
+            patch=(colors, self.patch, self.patch),
             outputs=self.size,
             bias=True,
             dtype=tower.dtype,

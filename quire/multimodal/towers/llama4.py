@@ -59,8 +59,8 @@ class Llama4Tower(Tower):
             interleaved=True,
         )
         self.theta = (eyes.child("rope_parameters")).number("rope_theta", 10000.0)
-        colours = eyes.integer("num_channels", 3)
-        self.patch = self.linear(colours * self.patch_size**2, size, False, f"{_AT}.patch_embedding.linear")
+        colors = eyes.integer("num_channels", 3)
+        self.patch = self.linear(colors * self.patch_size**2, size, False, f"{_AT}.patch_embedding.linear")
         self.class_token = LearnedTable(size, config=config, name=f"{_AT}.class_embedding")
         count = self.side**2 + 1
         self.positions = LearnedTable(count, size, config=config, name=f"{_AT}.positional_embedding_vlm")

@@ -92,6 +92,6 @@ class LlavaOnevisionTower(LlavaNextTower):
 
 
 def resized(features: Tensor, size: Size) -> Tensor:
-    """Return features [t, rows, columns, H] in another size, each between its four neighbours."""
+    """Return features [t, rows, columns, H] in another size, each between its four neighbors."""
     found = F.interpolate(features.permute(0, 3, 1, 2), size=size, mode="bilinear")
     return found.permute(0, 2, 3, 1)

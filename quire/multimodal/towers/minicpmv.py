@@ -62,9 +62,9 @@ class MiniCPMVTower(Tower):
             eps=eyes.number("layer_norm_eps", _EPS),
             activate=activation_of(eyes, "hidden_act", "gelu_pytorch_tanh"),
         )
-        colours = eyes.integer("num_channels", 3)
+        colors = eyes.integer("num_channels", 3)
         self.patch = PatchLinear(
-            patch=(colours, patch, patch),
+            patch=(colors, patch, patch),
             outputs=size,
             bias=True,
             dtype=self.dtype,
@@ -104,8 +104,8 @@ class MiniCPMVTower(Tower):
         """Compute the tiles of an image or of a video's frames, one at a time."""
         values, sizes = VIDEO_NAMES if VIDEO_NAMES[0] in arrays else IMAGE_NAMES
         pixels = arrays[values][0]
-        colours, side, _ = pixels.shape
-        patches = pixels.reshape(colours, side, -1, side).transpose(2, 0, 1, 3)
+        colors, side, _ = pixels.shape
+        patches = pixels.reshape(colors, side, -1, side).transpose(2, 0, 1, 3)
         found, start = [], 0
         for rows, columns in arrays[sizes].reshape(-1, 2).tolist():
             own = patches[start : start + rows * columns]

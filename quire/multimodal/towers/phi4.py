@@ -196,8 +196,8 @@ class Phi4Eyes(Module):
 
 def _patches(pixels: NDArray[np.float32], crop: Crop, side: int) -> NDArray[np.float32]:
     """Return the patches [rows * columns, 3 * patch * patch] of a crop [3, P, P]."""
-    colours, patch = len(pixels), pixels.shape[-1] // side
-    grid = pixels.reshape(colours, side, patch, side, patch)[:, : crop.rows, :, : crop.columns]
+    colors, patch = len(pixels), pixels.shape[-1] // side
+    grid = pixels.reshape(colors, side, patch, side, patch)[:, : crop.rows, :, : crop.columns]
     return grid.transpose(1, 3, 0, 2, 4).reshape(crop.rows * crop.columns, -1)
 
 

@@ -97,9 +97,9 @@ class QwenVLTower(Tower):
         patch = eyes.integer("patch_size", 14)
         self.merge = eyes.integer("spatial_merge_size", 2)
         self.patch_size = patch
-        colours = eyes.integer("in_channels", eyes.integer("in_chans", 3))
+        colors = eyes.integer("in_channels", eyes.integer("in_chans", 3))
         self.patch = PatchLinear(
-            patch=(colours, eyes.integer("temporal_patch_size", 2), patch, patch),
+            patch=(colors, eyes.integer("temporal_patch_size", 2), patch, patch),
             outputs=shape.channels,
             bias=self.patch_bias,
             dtype=self.dtype,

@@ -39,7 +39,7 @@ from quire.multimodal.towers.base import (
 from quire.worker.media_rows import Embeddings
 
 _APART = -100.0
-"""Added to scores of patches that only the moving of windows has made neighbours."""
+"""Added to scores of patches that only the moving of windows has made neighbors."""
 _NORM_EPS = 1e-5  # Of norms outside blocks, whatever the config says.
 _UNIT = 8  # Of which a head's size is a multiple in the kernels.
 
@@ -286,9 +286,9 @@ class SwinTower(Tower):
         """Return the flattened patches [n, K] of an image; zeros complete the last ones."""
         height, width = self.patch_sides
         pixels = F.pad(pixels, (0, -pixels.shape[-1] % width, 0, -pixels.shape[-2] % height))
-        _, colours, rows, columns = pixels.shape
-        split = pixels.view(colours, rows // height, height, columns // width, width)
-        return split.permute(1, 3, 0, 2, 4).reshape(-1, colours * height * width)
+        _, colors, rows, columns = pixels.shape
+        split = pixels.view(colors, rows // height, height, columns // width, width)
+        return split.permute(1, 3, 0, 2, 4).reshape(-1, colors * height * width)
 
 
 def _stages(eyes: JsonObject) -> list[SwinStage]:

@@ -127,11 +127,11 @@ class CumulativeNorm(Module):
         """Compute x [F, B, C] -> the same shape."""
         wide = x.float()
         counts = torch.arange(1, len(x) + 1, device=x.device) * float(x[0].numel())
-        centred = wide - _so_far(wide, counts)
+        centered = wide - _so_far(wide, counts)
         yield
-        scale = torch.rsqrt(_so_far(centred.square(), counts) + self.eps)
+        scale = torch.rsqrt(_so_far(centered.square(), counts) + self.eps)
         yield
-        return (centred * scale * self.table.weight.float()).to(x.dtype)
+        return (centered * scale * self.table.weight.float()).to(x.dtype)
 
 
 def _so_far(x: Tensor, counts: Tensor) -> Tensor:

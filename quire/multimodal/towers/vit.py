@@ -148,9 +148,9 @@ class VisionTransformer(nn.Module):
         self.reads = tuple(depth + 1 + read if read < 0 else read for read in reads)
         self.depth = max(self.reads)
         first_tokens = [name for name in (options.class_token, options.second_token) if name]
-        colours = eyes.integer("num_channels", 3)
+        colors = eyes.integer("num_channels", 3)
         self.patch = PatchLinear(
-            patch=(colours, patch, patch),
+            patch=(colors, patch, patch),
             outputs=size,
             bias=options.patch_bias,
             dtype=tower.dtype,
@@ -222,12 +222,12 @@ class VisionTransformer(nn.Module):
         return read.view(tiles, per_tile, -1)
 
     def _embedded(self, pixels: Tensor) -> Tensor:
-        tiles, colours, height, width = pixels.shape
+        tiles, colors, height, width = pixels.shape
         size = self.patch_size
         rows, columns = height // size, width // size
         if height % size or width % size:
             raise ValidationError(f"an image of {height} x {width} pixels has no whole patches of {size}")
-        patches = pixels.view(tiles, colours, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
+        patches = pixels.view(tiles, colors, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
         found: Tensor = self.patch(patches.reshape(tiles * rows * columns, -1), NO_STEP)
         x = found.view(tiles, rows * columns, -1)
         for token in reversed(self.first_tokens):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads sentence-transformers files beside a model: modules, prompts and maximal length.
 
-Invariant: torch-free. Every setting is honoured or refused. The modules must be a model, at most one pooling (without
+Invariant: torch-free. Every setting is honored or refused. The modules must be a model, at most one pooling (without
 one each token keeps its vector), dense layers, and at most one norm. `late_interaction` masks may follow anywhere.
 Alternatives are a masked language model with SPLADE pooling, and a language model with token scores.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that only says what it is told to say."""
+"""Engine that prints given lines."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ def test_lines_come_with_the_settings_and_without_the_callers(monkeypatch: pytes
     assert list(processes.lines(python(program), 60, {"FAST": "yes"})) == ["yes\n", "None\n"]
 
 
-def test_an_error_is_the_last_thing_the_program_said() -> None:
+def test_error_is_the_last_line_of_the_program() -> None:
     with pytest.raises(ProgramError, match=r"^ValueError: no$"):
         processes.run(python("print('fine'); raise ValueError('no')"), 60)
 
 
-def test_a_program_that_says_nothing_is_named() -> None:
+def test_silent_program_is_named() -> None:
     with pytest.raises(ProgramError, match=f"^{Path(sys.executable).name} ended with 3$"):
         processes.run(python("raise SystemExit(3)"), 60)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llm`, the command line for models, which knows a server by a file of its own."""
+"""`llm`, the command line for models, which reads the server's address from its own file."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def test_several_runs_of_an_item_are_one_item(tokens: Tokenizer) -> None:
     assert tokens.decode(expanded, skip_special_tokens=False) == f"x({MARKER * 2},{MARKER * 3})y"
 
 
-def test_items_that_say_their_number_count_their_kind() -> None:
+def test_numbered_placeholders_count_by_kind() -> None:
     layout = PlaceholderLayout(f"<{NUMBER}>", [])
     items = [PreparedItem(b"", kind, "", layout) for kind in ("image", "video", "image")]
     assert _texts_of(items) == ["<0>", "<0>", "<1>"]

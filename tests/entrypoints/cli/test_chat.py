@@ -75,7 +75,7 @@ def test_chat_remembers(
     assert not server.bodies("/v1/models")
 
 
-def test_failed_turn_is_said_and_forgotten(
+def test_failed_turn_is_reported_and_dropped(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = server.answers["/v1/chat/completions"]
@@ -260,7 +260,7 @@ def calling_server(server: FakeServer, call: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("typed_answer", "said"), [("y", "noon in CET"), ("n", DENIED), (None, DENIED)])
-def test_a_tool_runs_when_the_user_says_so(
+def test_tool_runs_after_confirmation(
     server: FakeServer,
     tool_file: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -304,7 +304,7 @@ def test_yes_skips_questions_and_every_call_gets_its_result(
     assert results == ["noon in UTC", "Error: there is no tool gone; there are: now"]
 
 
-def test_a_call_in_pieces_is_one(
+def test_streamed_call_deltas_are_joined(
     server: FakeServer, tool_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begin = calls("now", arguments='{"zo')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire doctor` on this machine, and what it says of broken ones."""
+"""`quire doctor` on this machine, and its reports of broken ones."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_text_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {op} " in whole for op in ops.TABLE)
 
 
-def test_report_ends_with_what_is_wrong() -> None:
+def test_report_ends_with_the_problems() -> None:
     fine = ReportSection("Machine", {"CPU": "x"})
     broken = ReportSection(
         "Native library", {"state": "missing"}, [DoctorProblem("it was not built", "install g++")]

@@ -30,7 +30,7 @@ def damage(directory: Path, slot: int) -> None:
         segment.write(b"damage")
 
 
-def test_ls_names_what_rows_depend_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_shows_the_namespace_of_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = opened(tmp_path), opened(tmp_path, 100, OTHER, key=KEY)
     write(first, *range(5))
     second.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that a model calls: found, asked about, run, and their errors told."""
+"""Functions that a model calls: discovery, confirmation, execution, errors."""
 
 from __future__ import annotations
 

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -19,15 +18,6 @@ from quire.version import __version__
 from tests.fixtures.folded import folded
 
 HEAVY = ("torch", "numpy", "transformers", "fastapi", "uvicorn", "zmq", "tokenizers", "huggingface_hub")
-
-
-@pytest.fixture(autouse=True)
-def _quiet_log() -> Iterator[None]:
-    logger = logging.getLogger("quire")
-    before = logger.level, logger.handlers[:]
-    yield
-    logger.setLevel(before[0])
-    logger.handlers[:] = before[1]
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ do what is asked.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import socket
 from collections.abc import Iterator
@@ -24,15 +23,6 @@ from quire.errors import StartupError
 from quire.worker.step_worker import enough_memory
 
 DEMO = ASSETS / "quire-demo"
-
-
-@pytest.fixture(autouse=True)
-def _quiet_log() -> Iterator[None]:
-    logger = logging.getLogger("quire")
-    before = logger.level, logger.handlers[:]
-    yield
-    logger.setLevel(before[0])
-    logger.handlers[:] = before[1]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +131,7 @@ def test_device_without_a_driver_names_the_build_of_torch(capfd: pytest.CaptureF
     assert f"--device cuda: torch {torch.__version__} finds no such device" in capfd.readouterr().err
 
 
-def test_allocation_that_fails_is_told_without_torchs_numbers() -> None:
+def test_failed_allocation_hides_torchs_numbers() -> None:
     with (
         pytest.raises(
             StartupError, match=r"for a KV cache: the system refuses .*; give a smaller --kv-cache"

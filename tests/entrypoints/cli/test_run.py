@@ -144,7 +144,7 @@ def test_an_answer_has_the_form_that_it_is_given(
 @pytest.mark.parametrize(
     "options", [["--regex", "a", "--choice", "b"], ["--json-schema", "{"], ["--json-schema", "@no"]]
 )
-def test_a_form_that_is_none_is_a_mistake(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_answer_form_is_a_usage_error(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["run", "hello"], ["complete"], ["chat"]):
         assert main([*command, *options]) == 2
         assert "--json-schema" in capsys.readouterr().err
@@ -169,9 +169,7 @@ def test_run_streams_a_token_per_step_by_default(model: str, monkeypatch: pytest
     assert num_steps < 6
 
 
-def test_a_sound_file_is_played_to_a_model_that_hears(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sound_file_is_sent_to_a_sound_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(tmp_path / "hears")
     make_hearing("qwen2-audio", Path(model))
     files = [str(tmp_path / f"{number}.wav") for number in range(2)]

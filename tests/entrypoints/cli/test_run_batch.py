@@ -111,7 +111,7 @@ def test_a_table_gets_a_column_of_answers(tmp_path: Path) -> None:
         (["--prompt", "{a}", "-o", "none/out.csv"], 1, "none/out.csv.partial: No such file"),
     ],
 )
-def test_a_mistake_is_told_before_the_model_loads(
+def test_mistake_is_reported_before_the_model_loads(
     args: Sequence[str],
     code: int,
     words: str,

@@ -102,7 +102,7 @@ async def test_options(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert engine.seen[-1][1].max_tokens is None
 
 
-async def test_nothing_to_say_loads_the_model(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_empty_messages_load_the_model(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     reply = await ask(client, CHAT, messages=[], keep_alive="5m")
     assert (reply["done_reason"], reply["ignored"]) == ("load", ["keep_alive"])
     assert (await ask(client, GENERATE, prompt=""))["done_reason"] == "load"
@@ -183,7 +183,7 @@ async def test_a_failure_ends_the_lines(client: httpx.AsyncClient, engine: FakeE
     ),
     path=st.sampled_from([*BODIES, "/api/show"]),
 )
-def test_odd_values_never_break_the_server(fields: dict[str, Any], path: str) -> None:
+def test_any_values_are_served_or_client_errors(fields: dict[str, Any], path: str) -> None:
     async def send() -> None:
         engine = FakeEngine()
         async with client_for(engine) as client:
@@ -234,7 +234,7 @@ async def test_suffix_fills_in_the_middle_and_ends_there(monkeypatch: pytest.Mon
     [(0, "unload"), ("0", "unload"), (0.0, "unload"), ("5m", "load"), (-1, "load"), (None, "load")],
 )
 @folded("path", BODIES)
-async def test_request_without_prompt_says_load_or_unload(
+async def test_request_without_prompt_reports_load_or_unload(
     client: httpx.AsyncClient, path: str, keep_alive: Any, reason: str
 ) -> None:
     empty = {"messages": []} if path == CHAT else {"prompt": ""}

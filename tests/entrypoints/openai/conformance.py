@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a reply is what the server's own document says: status, headers, media type, and every field of the body."""
+"""Check of a reply against the server's OpenAPI document: status, headers, media type, all fields of the body."""
 
 from __future__ import annotations
 

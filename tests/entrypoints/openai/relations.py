@@ -40,7 +40,7 @@ RELATIONS = (
     r"lora_path cannot be read: ",
     # With the model: its context, its tokens as keys of an object, its template.
     r"maximum context length is \d+ tokens",
-    r"thinking_token_budget needs to know what opens and closes",
+    r"thinking_token_budget needs the markers",
     r"the model has no chat template",
     r"the model's chat template has no place for",
     r"the chat template (refused|failed on) ",

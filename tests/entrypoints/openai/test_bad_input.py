@@ -272,7 +272,7 @@ async def test_chat(
     assert not engine.running
 
 
-async def test_template_says_why_it_refused(client: httpx.AsyncClient) -> None:
+async def test_refusal_of_the_template_is_in_the_reply(client: httpx.AsyncClient) -> None:
     response = await client.post(CHAT, json={"messages": [{"role": "user", "content": "boom"}]})
     assert "no booms here" in check_error(response, 400, "messages")
 

@@ -82,7 +82,7 @@ async def test_more_tools_than_the_limit(client: httpx.AsyncClient, path: str) -
 
 @folded("path", PATHS)
 @folded("schema", ["x", [], {"type": "array"}, {"type": 5}], ids=str)
-async def test_a_schema_that_is_none(client: httpx.AsyncClient, path: str, schema: Any) -> None:
+async def test_invalid_tool_schema_is_refused(client: httpx.AsyncClient, path: str, schema: Any) -> None:
     message, param = await refused(
         client, path, {"tools": [tool(path, "g"), strict(tool(path, "f", schema))]}
     )
@@ -101,7 +101,7 @@ async def test_a_schema_that_is_none(client: httpx.AsyncClient, path: str, schem
     ],
     ids=str,
 )
-async def test_a_part_of_a_schema_that_is_none(
+async def test_invalid_subschema_is_refused(
     client: httpx.AsyncClient, path: str, schema: Any, where: str
 ) -> None:
     name = "input_schema" if path == MESSAGES else f"{inner(path)}parameters"
@@ -132,7 +132,7 @@ async def test_malformed_schema_of_lenient_tool_costs_no_answer(
 
 @folded("path", PATHS)
 @folded("name", [None, 5, "", ["f"]], ids=str)
-async def test_a_name_that_is_none(client: httpx.AsyncClient, path: str, name: Any) -> None:
+async def test_invalid_tool_name_is_refused(client: httpx.AsyncClient, path: str, name: Any) -> None:
     message, param = await refused(client, path, {"tools": [tool(path, name)]})
     assert "tools.0" in message
     assert not param or param.startswith("tools.0")
@@ -146,7 +146,7 @@ async def test_a_name_that_is_none(client: httpx.AsyncClient, path: str, name: A
         (MESSAGES, {"type": "tool", "name": "nobody"}),
     ],
 )
-async def test_a_choice_of_a_tool_that_is_not_there(
+async def test_choice_of_an_absent_tool_is_refused(
     client: httpx.AsyncClient, path: str, choice: dict[str, Any]
 ) -> None:
     await check(client, path, {"tools": [tool(path)], "tool_choice": choice}, "tool_choice")

@@ -122,7 +122,7 @@ async def test_unfinished_bodies_are_bounded_in_sum(is_gzip: bool, budgets: list
         assert budgets[0].held_bytes == 0
 
 
-async def test_refusal_by_the_budget_says_when_to_come_back() -> None:
+async def test_refusal_by_the_budget_has_retry_after() -> None:
     options = {"max_request_bytes": MIB, "max_receiving_bytes": 2 * MIB}
     async with live_server(FakeEngine(), **options) as server:
         first = await begin(server, HEAD, b" " * (MIB - 1000))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Foreign code costs its caller its limit, and nobody else anything."""
+"""Foreign code runs within its caller's limit and delays no other caller."""
 
 from __future__ import annotations
 

@@ -57,9 +57,7 @@ async def test_operator_may_set_the_content_format(template: str, content_format
         ({"chat_template_kwargs": {"style": "brief"}}, True),
     ],
 )
-async def test_default_options_hold_until_a_request_says_otherwise(
-    body: dict[str, Any], thinks: bool
-) -> None:
+async def test_default_options_yield_to_those_of_a_request(body: dict[str, Any], thinks: bool) -> None:
     prompt = await prompted(THINKS, body, default_chat_template_kwargs={"enable_thinking": True})
     assert ("THINK" in prompt) == thinks
 

@@ -44,7 +44,7 @@ async def is_served(server: LiveServer) -> bool:
 
 
 @pytest.mark.item(35)
-async def test_a_request_that_does_not_come_in_ends_with_408() -> None:
+async def test_incomplete_request_ends_with_408() -> None:
     sent = [
         b"",
         b"GET / HT",

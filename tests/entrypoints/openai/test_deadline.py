@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that takes too long ends with what it has, or with an error that says so."""
+"""A request beyond its deadline ends with its text so far, or with an error that names the deadline."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields without effect: accepted and told, wherever they stand; refused if they would change the answer."""
+"""Unsupported fields at any depth: accepted and reported, or refused if they would change the answer."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_field_without_effect_is_reported_in_header_and_reply(
 
 @pytest.mark.item(11)
 @folded(("fields", "names"), IGNORED, ids=lambda value: str(value)[:60])
-async def test_the_strict_are_refused_it(
+async def test_strict_policy_refuses_fields_without_effect(
     engine: FakeEngine, fields: dict[str, Any], names: list[str]
 ) -> None:
     async with client_for(engine, unknown_fields="reject") as client:

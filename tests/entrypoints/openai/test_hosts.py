@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose head says that they are for another server, or may be read in two ways, are not served."""
+"""Requests with the host of another server, or with an ambiguous head, are refused."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ DOORS = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-async def test_every_door_takes_an_image(client: httpx.AsyncClient, engine: FakeEngine, door: str) -> None:
+async def test_every_api_takes_an_image(client: httpx.AsyncClient, engine: FakeEngine, door: str) -> None:
     path, body = DOORS[door]
     response = await client.post(path, json={"model": "fake-model", **body})
     assert response.status_code == 200, response.text

@@ -65,7 +65,7 @@ async def test_serves_then_ends_with_code_0(engine: FakeEngine, capsys: pytest.C
     ("host", "needs_key", "warns"),
     [("0.0.0.0", False, True), ("0.0.0.0", True, False), ("127.0.0.1", False, False)],
 )
-async def test_a_server_that_is_open_to_others_without_a_key_says_so(
+async def test_open_server_without_a_key_is_warned_of(
     engine: FakeEngine,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],

@@ -329,7 +329,7 @@ DEEP = ("x", "", 1, True, None, [], ["a"], {}, {"a": 1}, [{}])
 
 @pytest.mark.parametrize("path", list(RICH))
 @folded("unknown", ["ignore", "reject"])
-async def test_every_place_in_a_request_is_read_as_its_schema_says(path: str, unknown: str) -> None:
+async def test_every_field_is_read_as_its_schema(path: str, unknown: str) -> None:
     """Any value in any place of a conversation with a tool call, however deep; and each place without its value.
 
     That unknown fields are refused changes nothing about the values of known ones, so there a few will do.

@@ -99,7 +99,7 @@ async def test_a_question_that_cannot_be_answered_costs_only_itself() -> None:
         EngineError("no memory"),
     ],
 )
-async def test_a_refusal_arrives_as_it_was_meant(error: QuireError) -> None:
+async def test_refusal_keeps_its_class_and_message(error: QuireError) -> None:
     async def refuse(question: str) -> Any:
         raise error
 
@@ -138,8 +138,8 @@ class ConnectionTarget:
         self.connections.setblocking(False)
         self.admitted: list[socket.socket] = []
         self.connection_count = SharedConnectionCount(counters.slot(slot), whole=True)
-        self.back_door = ConnectionReceiver(theirs, self.admit, self.connection_count)
-        self.back_door.open()
+        self.receiver = ConnectionReceiver(theirs, self.admit, self.connection_count)
+        self.receiver.open()
         self._theirs = theirs
 
     def admit(self, connection: socket.socket) -> None:
@@ -148,12 +148,12 @@ class ConnectionTarget:
 
     def close(self) -> None:
         if self._theirs.fileno() >= 0:
-            self.back_door.close()
+            self.receiver.close()
         for end in (self.connections, self._theirs, *self.admitted):
             end.close()
 
 
-class Street:
+class AcceptorWithTargets:
     """Acceptor with targets."""
 
     def __init__(self, num_targets: int) -> None:
@@ -175,8 +175,8 @@ class Street:
 
 
 @asynccontextmanager
-async def street(num_targets: int) -> AsyncIterator[Street]:
-    it = Street(num_targets)
+async def acceptor_with_targets(num_targets: int) -> AsyncIterator[AcceptorWithTargets]:
+    it = AcceptorWithTargets(num_targets)
     it.acceptor.open()
     try:
         yield it
@@ -188,14 +188,14 @@ async def street(num_targets: int) -> AsyncIterator[Street]:
             end.close()
 
 
-async def pages_of(it: Street, num: int) -> tuple[list[int], list[asyncio.StreamWriter]]:
+async def pages_of(it: AcceptorWithTargets, num: int) -> tuple[list[int], list[asyncio.StreamWriter]]:
     connected = [await it.connect() for _ in range(num)]
     return [slot for slot, _ in connected], [writer for _, writer in connected]
 
 
 @pytest.mark.parametrize(("num_targets", "num_connections"), [(0, 3), (1, 6), (3, 14)])
 async def test_connections_are_spread_evenly(num_targets: int, num_connections: int) -> None:
-    async with street(num_targets) as it:
+    async with acceptor_with_targets(num_targets) as it:
         slots, writers = await pages_of(it, num_connections)
         counts = [slots.count(slot) for slot in range(num_targets + 1)]
         assert max(counts) - min(counts) <= 1
@@ -205,7 +205,7 @@ async def test_connections_are_spread_evenly(num_targets: int, num_connections: 
 
 
 async def test_connection_goes_to_the_least_loaded_in_turns() -> None:
-    async with street(2) as it:
+    async with acceptor_with_targets(2) as it:
         slots, writers = await pages_of(it, 6)
         for _ in range(2):
             it.targets[0].connection_count.leave()
@@ -222,16 +222,16 @@ async def test_connection_goes_to_the_least_loaded_in_turns() -> None:
             writer.close()
 
 
-async def test_a_room_that_is_gone_or_takes_nothing_is_passed_over() -> None:
-    async with street(2) as it:
-        gone, deaf = it.targets
-        gone.back_door.close()
-        gone._theirs.close()
-        deaf.back_door.close()
-        deaf.connections.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+async def test_lost_or_full_worker_is_skipped() -> None:
+    async with acceptor_with_targets(2) as it:
+        closed, full = it.targets
+        closed.receiver.close()
+        closed._theirs.close()
+        full.receiver.close()
+        full.connections.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         while True:
             try:
-                deaf.connections.send(b"." * 1000)
+                full.connections.send(b"." * 1000)
             except BlockingIOError:
                 break
         slots, writers = await pages_of(it, 5)
@@ -261,7 +261,7 @@ async def test_connections_wait_while_no_file_descriptor_is_free(
                 raise OSError(errno.EMFILE, "Too many open files")
             return self.listener.accept()
 
-    async with street(1) as it:
+    async with acceptor_with_targets(1) as it:
         it.acceptor._listener = full = Full(it.listener)  # type: ignore[assignment]
         _, writer = await it.connect()
         assert full.num_failed == 3

@@ -88,7 +88,7 @@ async def test_impossible_embeds_are_a_400_with_a_message(
 
 
 @pytest.mark.parametrize("served", [False], indirect=True)
-async def test_without_the_flag_it_is_a_400_that_names_it(served: httpx.AsyncClient) -> None:
+async def test_without_the_flag_the_400_names_it(served: httpx.AsyncClient) -> None:
     response = await served.post(
         PATH, json={**PLAIN, "prompt": "", "prompt_embeds": base64_npy(values_for(served))}
     )

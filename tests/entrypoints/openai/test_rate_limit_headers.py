@@ -69,7 +69,7 @@ async def test_scripts_of_a_page_may_read_them(path: str) -> None:
     assert set(RATE_LIMIT_HEADERS) <= {name.strip() for name in exposed.split(",")}
 
 
-def test_tokens_that_were_computed_are_gone_and_come_back() -> None:
+def test_computed_tokens_are_charged_and_refilled() -> None:
     now = 0.0
     meters = Meters({"a": Tenant(keys=["k"], tokens_per_minute=600)}, lambda: now)
 

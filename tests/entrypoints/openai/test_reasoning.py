@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasoning on every API: told apart from the answer, whole and streamed, counted, and sent back."""
+"""Reasoning on every API: separated from the answer, whole and streamed, counted, and sent back."""
 
 from __future__ import annotations
 

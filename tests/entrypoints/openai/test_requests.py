@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in flight, as operators see them; and the page that says what answers here."""
+"""Requests in flight, as operators see them; and the greeting page."""
 
 from __future__ import annotations
 

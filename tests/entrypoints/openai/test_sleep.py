@@ -48,7 +48,7 @@ async def asleep(client: httpx.AsyncClient) -> Any:
     return (await client.get("/is_sleeping")).json()
 
 
-async def test_asleep_it_lives_and_takes_nothing(served: httpx.AsyncClient) -> None:
+async def test_sleeping_server_is_alive_and_refuses_requests(served: httpx.AsyncClient) -> None:
     expected = (await served.post("/v1/completions", json=BODY)).json()["choices"]
     for level in (0, 1, 2):
         assert (await served.post(f"/sleep?level={level}")).json()["is_sleeping"] is True
@@ -63,7 +63,7 @@ async def test_asleep_it_lives_and_takes_nothing(served: httpx.AsyncClient) -> N
         assert (await served.post("/v1/completions", json=BODY)).json()["choices"] == expected
 
 
-async def test_without_options_it_sleeps_at_level_1_and_ends_what_runs(served: httpx.AsyncClient) -> None:
+async def test_default_sleep_is_level_1_and_aborts_requests(served: httpx.AsyncClient) -> None:
     running = asyncio.create_task(served.post("/v1/completions", json={**BODY, "max_tokens": 600}))
     while not (await served.get("/v1/requests")).json()["data"]:  # noqa: ASYNC110
         await asyncio.sleep(0)

@@ -155,7 +155,7 @@ async def test_bad_parts_are_refused_with_a_message(client: httpx.AsyncClient, e
     assert not engine.seen
 
 
-async def test_a_model_that_does_not_hear_says_so() -> None:
+async def test_model_without_sound_input_refuses_sounds() -> None:
     engine = FakeEngine(SeeingTokenizer(TEMPLATE))
     async with client_for(engine) as client:
         response = await client.post(CHAT, json=user("Hear.", spoken()))

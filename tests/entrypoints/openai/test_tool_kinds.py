@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools that are no functions: left out and told, or functions by another name, on every API."""
+"""Tools that are no functions: omitted and reported, or read as functions, on every API."""
 
 from __future__ import annotations
 

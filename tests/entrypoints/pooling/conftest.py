@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The app in front of a real engine, whose null executor makes numbers as the description says."""
+"""The app in front of a real engine, whose null executor makes numbers by the pooling description."""
 
 from __future__ import annotations
 

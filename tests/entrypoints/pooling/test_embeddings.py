@@ -156,7 +156,7 @@ async def test_classes_have_their_labels(serve: Serve) -> None:
         assert one["num_classes"] == len(one["probs"]) == 3
 
 
-async def test_a_wrong_endpoint_says_which_ones_there_are(serve: Serve) -> None:
+async def test_wrong_endpoint_lists_the_supported_ones(serve: Serve) -> None:
     async with serve(EMBEDDER) as client:
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/api/chat", "/classify"):
             reply = await client.post(path, json={})

@@ -44,7 +44,7 @@ def in_umask_0() -> object:
 
 
 @pytest.mark.usefixtures("in_umask_0")
-def test_everything_is_private(tmp_path: Path) -> None:
+def test_files_and_folders_are_private(tmp_path: Path) -> None:
     store = opened(tmp_path / "a/rows")
     write(store, 1)
     store.close()
@@ -291,7 +291,7 @@ def test_folders_named_as_segments_are_left_alone(tmp_path: Path) -> None:
     assert (folder / "of the user").exists()
 
 
-def test_segments_of_another_layout_are_left_out_in_words(
+def test_segments_of_another_layout_are_skipped_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A later version, and integers in the other byte order."""

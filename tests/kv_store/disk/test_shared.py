@@ -42,7 +42,7 @@ def directories(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_each_engine_finds_what_all_have_saved(tmp_path: Path, key: bytes | None) -> None:
+def test_each_engine_finds_the_rows_of_all(tmp_path: Path, key: bytes | None) -> None:
     engines = [engine(tmp_path, key) for _ in range(3)]
     assert [store.is_writable for store in engines] == [True] * 3
     for at, store in enumerate(engines):

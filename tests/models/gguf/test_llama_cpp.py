@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quire's reading of GGUF against what llama.cpp said of the files, as `benchmarks.compare.gguf_tokens` recorded it."""
+"""quire's reading of GGUF against llama.cpp's tokens, as recorded by `benchmarks.compare.gguf_tokens`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOLERANCE = 2e-2
 AGAIN = "not the file that llama.cpp was asked about: run python -m benchmarks.compare.gguf_tokens --record"
 
 
-def test_the_record_says_which_llama_cpp_it_is_of() -> None:
+def test_record_names_its_llama_cpp_version() -> None:
     assert recorded()["llama-cpp-python"] == "0.3.36"
 
 

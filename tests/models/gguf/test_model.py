@@ -250,7 +250,7 @@ def test_gguf_multipliers_of_zero_are_the_usual(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("value", "pooling"), [(1, "mean"), (2, "cls"), (3, "last")])
-def test_gguf_pooling_type_settles_the_runner(value: int, pooling: str, tmp_path: Path) -> None:
+def test_gguf_pooling_type_selects_the_runner(value: int, pooling: str, tmp_path: Path) -> None:
     path = bare(tmp_path / "x.gguf", "qwen3", pooling_type=value)
     config = prepare(EngineConfig.from_args(model=str(path), skip_tokenizer_init=True), "offline")
     assert config.pooling is not None

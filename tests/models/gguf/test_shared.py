@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in GGUF on several ranks, and as the target and the draft of guesses."""
+"""Models in GGUF on several ranks, and as target and draft models."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def logits(model: CausalLM) -> Tensor:
 
 @pytest.mark.usefixtures("fp8_cache")
 @pytest.mark.parametrize("form", FORMS)
-def test_keys_and_values_are_kept_as_the_checkpoint_says(form: str, llama: Path, tmp_path: Path) -> None:
+def test_kv_cache_has_the_checkpoints_scales(form: str, llama: Path, tmp_path: Path) -> None:
     quantized, floats = checkpoint(llama, tmp_path, form, SCALES)
     want, without = expected(floats, SCALES), expected(floats, None)
     got = logits(load_tiny(quantized))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices that the packages of those who define forms have written, beside what these make of them."""
+"""Matrices written by the packages that define the formats, against the values that these packages read."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_all_kinds_of_layers_read_it(
 
 
 @pytest.mark.parametrize("name", ["ct-int8-channel", "bnb-nf4", "fp8-tensor"])
-def test_experts_are_shared_out_whole(name: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_experts_are_distributed_whole(name: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Whether they are cut by axes, kept in rows of any length, or have scales that stand for all of a matrix."""
     case = CASES[name]
     path, _ = write(
@@ -128,7 +128,7 @@ def changed(path: Path, name: str, change: Callable[[Tensor], Tensor]) -> Path:
 DOWN = "model.layers.1.mlp.down_proj"
 
 
-def test_a_group_that_is_not_there_is_named(llama: Path, tmp_path: Path) -> None:
+def test_absent_group_is_named(llama: Path, tmp_path: Path) -> None:
     writer = Writer(4, 64, reordered=True)
     path, _ = write(llama, tmp_path, writer.config(), writer, but_head)
     changed(path, f"{DOWN}.g_idx", lambda order: order + 1)
@@ -198,7 +198,7 @@ def torchao(kind: str, version: int = 2, **data: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", ["fqn_to_config", "module_fqn_to_config"])
-def test_torchao_may_say_it_by_names(key: str, llama: Path, tmp_path: Path) -> None:
+def test_torchao_config_may_be_given_by_names(key: str, llama: Path, tmp_path: Path) -> None:
     """The whole name, then a pattern, then all others; and null is floats."""
     four, eight = ("ao-int4", "ao-int8")
     of = {name: CASES[name].config["quant_type"]["default"] for name in (four, eight)}

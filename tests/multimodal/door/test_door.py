@@ -275,8 +275,8 @@ async def test_offline_callers_pass_images_arrays_and_paths(tmp_path: Path) -> N
     admitted = await door.admit([part(image), part(array), part(str(path))])
     contents = {content_of(item) for item in admitted.items}
     assert len(contents) == 1
-    grey = await door.admit([part(array[:, :, 0])])
-    assert content_of(grey.items[0]) not in contents
+    gray = await door.admit([part(array[:, :, 0])])
+    assert content_of(gray.items[0]) not in contents
     for wrong in (array.astype(np.float32), np.zeros((2, 2, 2), np.uint8), np.zeros((0, 2, 3), np.uint8), 3):
         with pytest.raises(ValidationError, match="must be a PIL image"):
             await door.admit([part(wrong)])
@@ -352,11 +352,11 @@ async def test_what_callers_here_send_is_refused_in_words(tmp_path: Path) -> Non
     door.close()
 
 
-def test_grey_values_of_sixteen_bits_are_scaled() -> None:
-    grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+def test_gray_values_of_sixteen_bits_are_scaled() -> None:
+    gray = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
     for kind in ("PNG", "TIFF"):
-        found = np.asarray(read_image(encoded(Image.fromarray(grey), kind), 64))
-        assert np.array_equal(found, grey >> 8)
+        found = np.asarray(read_image(encoded(Image.fromarray(gray), kind), 64))
+        assert np.array_equal(found, gray >> 8)
 
 
 def test_limits_and_options_of_the_operator_are_checked(tmp_path: Path) -> None:

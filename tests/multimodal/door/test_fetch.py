@@ -222,12 +222,12 @@ async def test_every_address_of_a_name_must_be_public(monkeypatch: pytest.Monkey
             await checked_address(target, WHERE)
 
 
-async def test_the_address_that_was_checked_is_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_address_that_was_checked_is_dialed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that resolves to a private address when asked again changes nothing."""
-    dialled = []
+    dialed = []
 
     async def dial(address: str, port: int, **_: Any) -> Any:
-        dialled.append((address, port))
+        dialed.append((address, port))
         raise ConnectionRefusedError
 
     resolver = Resolver(["8.8.8.8"], ["127.0.0.1"])
@@ -235,7 +235,7 @@ async def test_the_address_that_was_checked_is_dialled(monkeypatch: pytest.Monke
     monkeypatch.setattr(fetch_module.asyncio, "open_connection", dial)
     with pytest.raises(ValidationError):
         await fetch("http://images.example.com/", ALLOWED, WHERE)
-    assert dialled == [("8.8.8.8", 80)]
+    assert dialed == [("8.8.8.8", 80)]
 
 
 def test_limits_of_data_are_checked_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

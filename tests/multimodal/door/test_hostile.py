@@ -28,7 +28,7 @@ NUM_DAMAGED = 12  # Of each kind and way.
 ALLOWED_GROWTH = 64 * 2**20
 
 
-def png_of(width: int, height: int, data: bytes = b"", depth: int = 8, colour: int = 2) -> bytes:
+def png_of(width: int, height: int, data: bytes = b"", depth: int = 8, color: int = 2) -> bytes:
     """A PNG file that states a size, whatever its data are."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
@@ -36,7 +36,7 @@ def png_of(width: int, height: int, data: bytes = b"", depth: int = 8, colour: i
             struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
         )
 
-    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
     parts = (chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(data)), chunk(b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 

@@ -32,9 +32,9 @@ def drawn(size: tuple[int, int], mode: str, seed: int) -> Image.Image:
     height, width = size
     if mode == "I;16":
         return Image.fromarray(random.integers(0, 2**16, size, dtype=np.uint16))
-    colours = random.integers(0, 256, (height, width, 4), dtype=np.uint8)
-    colours[..., 0] = np.arange(width, dtype=np.uint8)
-    image = Image.fromarray(colours, "RGBA") if mode in ("RGBA", "LA") else Image.fromarray(colours[..., :3])
+    colors = random.integers(0, 256, (height, width, 4), dtype=np.uint8)
+    colors[..., 0] = np.arange(width, dtype=np.uint8)
+    image = Image.fromarray(colors, "RGBA") if mode in ("RGBA", "LA") else Image.fromarray(colors[..., :3])
     return image.convert(mode)
 
 

@@ -293,7 +293,7 @@ def test_template_determines_its_formats(family: str) -> None:
     )
 
 
-def test_a_name_overrides_the_template_and_none_is_none() -> None:
+def test_format_option_overrides_the_template() -> None:
     template = FAMILIES["qwen3"][0]
     chosen = choose("llama3_json", "none", template)
     assert (chosen.tools and chosen.tools.name, chosen.reasoning) == ("llama3_json", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers in Harmony that are enforced: what gpt-oss writes is allowed, and what is allowed is read as was asked."""
+"""Constraints in Harmony: they allow gpt-oss's own answers, and each allowed answer parses to the requested form."""
 
 from __future__ import annotations
 

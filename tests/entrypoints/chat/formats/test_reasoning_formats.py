@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every reasoning format: what is thought and what is said are told apart, however the answer is cut."""
+"""Every reasoning format: reasoning and answer are separated, for any split of the text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of reasoning are counted, in every format, whatever the model says of markers of calls meanwhile."""
+"""Tokens of reasoning are counted in every format, also if the reasoning mentions markers of calls."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_calls_behind_the_reasoning_are_none_of_it(row: ReasoningFormat) -> None
 
 
 @folded("row", ENDING, ids=lambda row: row.name)
-def test_a_call_that_is_none_is_part_of_the_reasoning(row: ReasoningFormat) -> None:
+def test_malformed_call_is_part_of_the_reasoning(row: ReasoningFormat) -> None:
     tool_format = tool_format_of(row)
     good = tool_format.write([("now", {})])
     thought = f"so {good[: len(good) // 2]}"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clocks that stand still until somebody says otherwise."""
+"""Clocks that a test moves by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-class ToldClocks:
+class ManualClocks:
     """`Clocks` of a process by itself.
 
     Attributes:
