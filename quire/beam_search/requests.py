@@ -265,7 +265,7 @@ class _Search:
     def _completion(self, index: int, one: FinishedBeam) -> CompletionOutput:
         tokens = one.beam.token_ids
         silent = one.reason == "stop" and not self._params.include_stop_str_in_output
-        text, positions = self._decoded(tokens, one.beam.positions, len(tokens) - silent)
+        text, positions = self._decoded(tokens, one.beam.positions(), len(tokens) - silent)
         return CompletionOutput(
             index=index,
             text=text,

@@ -23,8 +23,26 @@ class Beam(NamedTuple):
 
     token_ids: list[int]
     logprob: float  # Sum over its tokens.
-    positions: list[TokenLogprobs]  # For each token, the token itself and its alternatives.
     parent: int = 0  # Index of the last step's live beam that it continues.
+    before: Beam | None = None  # That beam.
+    entry: TokenLogprobs | None = (
+        None  # The most likely tokens at the last one's position, behind a sampled one.
+    )
+    place: int = 0  # Index of the last token among these.
+
+    def positions(self) -> list[TokenLogprobs]:
+        """Return for each token the token itself and its alternatives."""
+        found: list[TokenLogprobs] = []
+        beam = self
+        while beam.before is not None and beam.entry is not None:
+            found.append(_position(beam.token_ids[-1], beam.entry, beam.place))
+            beam = beam.before
+        return found[::-1]
+
+
+def _position(token_id: int, entry: TokenLogprobs, place: int) -> TokenLogprobs:
+    logprob = 0.0 if place == _CERTAIN else entry.logprobs[place]
+    return TokenLogprobs([token_id, *entry.token_ids[1:]], [logprob, *entry.logprobs[1:]], max(place, 1))
 
 
 class FinishedBeam(NamedTuple):
@@ -33,11 +51,8 @@ class FinishedBeam(NamedTuple):
     reason: str  # Either "stop" or "length".
 
 
-class _Candidate(NamedTuple):
-    logprob: float
-    parent: int
-    place: int  # Index in the parent's most likely tokens.
-    token_id: int
+_Candidate = tuple[float, int, int, int]
+"""Negated logprob, parent, token and its index in the parent's most likely tokens, in the order of preference."""
 
 
 class TokenRules:
@@ -96,7 +111,7 @@ class BeamSearch:
 
     def restart(self) -> None:
         """Begin again."""
-        self.live = [Beam([], 0.0, [])]
+        self.live = [Beam([], 0.0)]
         self.finished: list[FinishedBeam] = []
         self.is_done = False
 
@@ -108,7 +123,7 @@ class BeamSearch:
     @property
     def num_candidates(self) -> int:
         """Most likely tokens needed of each live beam in the next step."""
-        return self._num_wanted + max(len(self._rules.banned(beam.token_ids)) for beam in self.live)
+        return self._num_wanted + max([len(self._rules.banned(beam.token_ids)) for beam in self.live])
 
     @property
     def num_logprobs(self) -> int:
@@ -121,11 +136,11 @@ class BeamSearch:
         is_last = length >= self.params.max_tokens
         forced = self.params.forced_last_token_id if is_last else None
         candidates = self._candidates(entries) if forced is None else self._forced(forced)
-        ended = [is_last or candidate.token_id in self._eos for candidate in candidates]
-        first = zip(candidates[:width], ended, strict=False)
-        self._finish([self._grown(candidate, entries) for candidate, is_ended in first if is_ended])
-        open_ones = [one for one, is_ended in zip(candidates, ended, strict=True) if not is_ended][:width]
-        if not open_ones or not self._may_improve(open_ones[0].logprob, length):
+        ended = [one for one in candidates[:width] if is_last or one[2] in self._eos]
+        if ended:
+            self._finish([self._grown(one, entries) for one in ended])
+        open_ones = [] if is_last else [one for one in candidates if one[2] not in self._eos][:width]
+        if not open_ones or not self._may_improve(-open_ones[0][0], length):
             self.is_done = True
             return
         self.live = [self._grown(candidate, entries) for candidate in open_ones]
@@ -139,31 +154,27 @@ class BeamSearch:
         return found[: self.params.beam_width]
 
     def _candidates(self, entries: Sequence[TokenLogprobs]) -> list[_Candidate]:
-        most = self.num_candidates
+        most = self.num_candidates + 1
         found: list[_Candidate] = []
         for parent, (beam, entry) in enumerate(zip(self.live, entries, strict=True)):
-            banned = self._rules.banned(beam.token_ids)
-            found += (
-                _Candidate(beam.logprob + entry.logprobs[place], parent, place, entry.token_ids[place])
-                for place in range(1, min(len(entry.token_ids), most + 1))
-                if entry.token_ids[place] not in banned and entry.logprobs[place] > -math.inf
-            )
-        found.sort(key=lambda one: (-one.logprob, one.parent, one.token_id))
+            banned, start = self._rules.banned(beam.token_ids), beam.logprob
+            pairs = zip(entry.token_ids[1:most], entry.logprobs[1:most], strict=True)
+            found += [
+                (-(start + logprob), parent, token_id, place)
+                for place, (token_id, logprob) in enumerate(pairs, 1)
+                if token_id not in banned and logprob > -math.inf
+            ]
+        found.sort()
         return found[: self._num_wanted]
 
     def _forced(self, token_id: int) -> list[_Candidate]:
         """Return every live beam with a token that is certain, so it costs nothing."""
-        return [_Candidate(beam.logprob, parent, _CERTAIN, token_id) for parent, beam in enumerate(self.live)]
+        return [(-beam.logprob, parent, token_id, _CERTAIN) for parent, beam in enumerate(self.live)]
 
     def _grown(self, candidate: _Candidate, entries: Sequence[TokenLogprobs]) -> Beam:
-        beam, entry, place = self.live[candidate.parent], entries[candidate.parent], candidate.place
-        position = TokenLogprobs(
-            [candidate.token_id, *entry.token_ids[1:]],
-            [0.0 if place == _CERTAIN else entry.logprobs[place], *entry.logprobs[1:]],
-            max(place, 1),
-        )
-        tokens = [*beam.token_ids, candidate.token_id]
-        return Beam(tokens, candidate.logprob, [*beam.positions, position], candidate.parent)
+        negated, parent, token_id, place = candidate
+        beam = self.live[parent]
+        return Beam([*beam.token_ids, token_id], -negated, parent, beam, entries[parent], place)
 
     def _finish(self, beams: Sequence[Beam]) -> None:
         """Rank newly ended beams together with the earlier ones."""
