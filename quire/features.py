@@ -35,6 +35,9 @@ CORE_ROUTER = {"routing": "quire.routing.router:Router"}
 REQUEST_OWNERS = {"beam_search": "quire.beam_search.requests:BeamSearches"}
 """Feature -> `quire.engine.request_owner:RequestOwner`, which runs requests with parameters of its own."""
 
+BEAM_SEARCH = "quire.beam_search.search:BeamSearch"
+"""Search of requests with `search` parameters (`quire.scheduler.beams:Search`)."""
+
 CONSTRAINTS = {"structured_output": "quire.structured_output.request_constraints:Constraints"}
 """Feature -> `quire.engine.params_checks:ParamsChecks`; none: constraints on texts are refused."""
 

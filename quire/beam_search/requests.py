@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam searches in flight: `BeamSearches` runs them as engine requests, `BeamSearch` is the pure search.
+"""Beam searches in flight, in the front end.
 
-Invariant: a step of a search is one request per live beam, which generates one token and is retained by the core. The
-next beams fork from these, which are released with the same messages. An error in the front end ends its own search
-only.
-`BeamSearch` follows Transformers' `generate(num_beams=...)`. All live beams have one length, the likeliest first, and a
-finished beam never changes. Of a step's best candidates, ended ones count only among the first `beam_width`; the search
-continues with the others.
+Invariant: a search is one request, whose beams the core selects (`quire.beam_search.search`). Each update has the
+entries from which it did, so the front end's copy of the search is at the same beams, and can end it at any time. An
+error in the front end ends its own search only.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from quire.adapters import AdapterRequest
+from quire.beam_search.search import BeamSearch, FinishedBeam
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import AbortRequests, CoreRequest, EngineCoreRequest, add_message
@@ -34,169 +31,6 @@ from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.output import RequestUpdate, TokenLogprobs
 
 logger = logging.getLogger(__name__)
-_CERTAIN = -1  # Place of a forced token among the most likely ones.
-
-
-class Beam(NamedTuple):
-    """A sequence of generated tokens."""
-
-    token_ids: list[int]
-    logprob: float  # Sum over its tokens.
-    positions: list[TokenLogprobs]  # For each token, the token itself and its alternatives.
-    parent: int = 0  # Index of the last step's live beam that it continues.
-
-
-class FinishedBeam(NamedTuple):
-    beam: Beam
-    score: float
-    reason: str  # Either "stop" or "length".
-
-
-class _Candidate(NamedTuple):
-    logprob: float
-    parent: int
-    place: int  # Index in the parent's most likely tokens.
-    token_id: int
-
-
-class TokenRules:
-    """Tokens that a search may not choose, as in transformers: they are passed over, and other logprobs stay.
-
-    Args:
-        params: of the search.
-        eos_token_ids: tokens that end a sequence, which `min_tokens` bans at first.
-    """
-
-    def __init__(self, params: BeamSearchParams, eos_token_ids: frozenset[int]) -> None:
-        self._always = frozenset(params.banned_token_ids)
-        self._ends = eos_token_ids
-        self._min_tokens = params.min_tokens
-        self._ngram = params.no_repeat_ngram_size
-        self._before = list(params.decoder_token_ids)
-
-    def banned(self, token_ids: Sequence[int]) -> frozenset[int]:
-        """Return the tokens that may not follow a beam's."""
-        found = self._always
-        if len(token_ids) < self._min_tokens:
-            found |= self._ends
-        if self._ngram:
-            found |= self._repeating([*self._before, *token_ids])
-        return found
-
-    def _repeating(self, ids: Sequence[int]) -> frozenset[int]:
-        """Return the tokens that have followed the last tokens, one fewer than an n-gram has, before."""
-        size = self._ngram - 1
-        if len(ids) < size:
-            return frozenset()
-        last = ids[len(ids) - size :]
-        starts = range(len(ids) - size)
-        return frozenset(ids[start + size] for start in starts if ids[start : start + size] == last)
-
-
-class BeamSearch:
-    """Pure state of one beam search.
-
-    Args:
-        params: `max_tokens` is at most the available room.
-        eos_token_ids: tokens that end a sequence.
-
-    Attributes:
-        live: beams that need a next token.
-        finished: the best ended beams, best first.
-        is_done: the search is complete.
-    """
-
-    def __init__(self, params: BeamSearchParams, eos_token_ids: Collection[int]) -> None:
-        self.params = params
-        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self._rules = TokenRules(params, frozenset(eos_token_ids))
-        self._num_wanted = max(2, 1 + len(self._eos)) * params.beam_width
-        self.live = [Beam([], 0.0, [])]
-        self.finished: list[FinishedBeam] = []
-        self.is_done = False
-
-    @property
-    def length(self) -> int:
-        """Tokens of each live beam."""
-        return len(self.live[0].token_ids)
-
-    @property
-    def num_candidates(self) -> int:
-        """Most likely tokens needed of each live beam in the next step."""
-        return self._num_wanted + max(len(self._rules.banned(beam.token_ids)) for beam in self.live)
-
-    def advance(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Advance by one step; entry i has the most likely next tokens of live beam i, behind its own token."""
-        width, length = self.params.beam_width, self.length + 1
-        is_last = length >= self.params.max_tokens
-        forced = self.params.forced_last_token_id if is_last else None
-        candidates = self._candidates(entries) if forced is None else self._forced(forced)
-        ended = [is_last or candidate.token_id in self._eos for candidate in candidates]
-        first = zip(candidates[:width], ended, strict=False)
-        self._finish([self._grown(candidate, entries) for candidate, is_ended in first if is_ended])
-        open_ones = [one for one, is_ended in zip(candidates, ended, strict=True) if not is_ended][:width]
-        if not open_ones or not self._may_improve(open_ones[0].logprob, length):
-            self.is_done = True
-            return
-        self.live = [self._grown(candidate, entries) for candidate in open_ones]
-
-    def best(self, reason: str | None = None) -> list[FinishedBeam]:
-        """Return the best sequences, best first; a reason also ends the live ones."""
-        found = list(self.finished)
-        if reason is not None and not self.is_done:
-            found += [FinishedBeam(beam, self._score(beam), reason) for beam in self.live]
-            found.sort(key=lambda one: -one.score)
-        return found[: self.params.beam_width]
-
-    def _candidates(self, entries: Sequence[TokenLogprobs]) -> list[_Candidate]:
-        most = self.num_candidates
-        found: list[_Candidate] = []
-        for parent, (beam, entry) in enumerate(zip(self.live, entries, strict=True)):
-            banned = self._rules.banned(beam.token_ids)
-            found += (
-                _Candidate(beam.logprob + entry.logprobs[place], parent, place, entry.token_ids[place])
-                for place in range(1, min(len(entry.token_ids), most + 1))
-                if entry.token_ids[place] not in banned and entry.logprobs[place] > -math.inf
-            )
-        found.sort(key=lambda one: (-one.logprob, one.parent, one.token_id))
-        return found[: self._num_wanted]
-
-    def _forced(self, token_id: int) -> list[_Candidate]:
-        """Return every live beam with a token that is certain, so it costs nothing."""
-        return [_Candidate(beam.logprob, parent, _CERTAIN, token_id) for parent, beam in enumerate(self.live)]
-
-    def _grown(self, candidate: _Candidate, entries: Sequence[TokenLogprobs]) -> Beam:
-        beam, entry, place = self.live[candidate.parent], entries[candidate.parent], candidate.place
-        position = TokenLogprobs(
-            [candidate.token_id, *entry.token_ids[1:]],
-            [0.0 if place == _CERTAIN else entry.logprobs[place], *entry.logprobs[1:]],
-            max(place, 1),
-        )
-        tokens = [*beam.token_ids, candidate.token_id]
-        return Beam(tokens, candidate.logprob, [*beam.positions, position], candidate.parent)
-
-    def _finish(self, beams: Sequence[Beam]) -> None:
-        """Rank newly ended beams together with the earlier ones."""
-        for beam in beams:
-            reason = "stop" if beam.token_ids[-1] in self._eos else "length"
-            self.finished.append(FinishedBeam(beam, self._score(beam), reason))
-        self.finished.sort(key=lambda one: -one.score)
-        del self.finished[self.params.beam_width :]
-
-    def _score(self, beam: Beam) -> float:
-        length = len(beam.token_ids) + self.params.num_forced_tokens
-        return beam.logprob / math.pow(max(length, 1), self.params.length_penalty)
-
-    def _may_improve(self, best_open: float, length: int) -> bool:
-        """Return whether an open sequence could still be among the best."""
-        params = self.params
-        if len(self.finished) < params.beam_width:
-            return True
-        if params.early_stopping is True:
-            return False
-        is_patient = params.early_stopping == "never" and params.length_penalty > 0.0
-        reach = (params.max_tokens if is_patient else length) + params.num_forced_tokens
-        return best_open / math.pow(reach, params.length_penalty) > self.finished[-1].score
 
 
 def search_request(
@@ -209,7 +43,7 @@ def search_request(
     tenant: str = "",
     adapter_request: AdapterRequest | None = None,
 ) -> tuple[EngineCoreRequest, BeamSearchParams]:
-    """Return the template request of a search's beams, and its parameters, after all checks against the model.
+    """Return the request of a search, and its parameters, after all checks against the model.
 
     Raises:
         ValidationError: names the field, its value's problem and the limit.
@@ -233,7 +67,10 @@ def search_request(
     if processor.encoder_prompts is not None:
         params = processor.encoder_prompts.searched(prompt, params)
     least = min(params.min_tokens, max_tokens)
-    return first, msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=least)
+    params = msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=least)
+    wanted = BeamSearch(params, first.eos_token_ids).num_logprobs
+    sampled = first.sampling_params.replace_unchecked(logprobs=wanted)
+    return msgspec.structs.replace(first, sampling_params=sampled, search=params), params
 
 
 class BeamSearches(RequestOwner):
@@ -248,7 +85,7 @@ class BeamSearches(RequestOwner):
     @property
     def num_unfinished(self) -> int:
         """Upper bound of the sequences that the searches follow."""
-        return len(self._of_id) // 2
+        return sum(search.width for search in self._of_id.values())
 
     def submit(
         self,
@@ -261,7 +98,7 @@ class BeamSearches(RequestOwner):
         sink: Sink,
         trace_headers: Mapping[str, str] | None = None,
     ) -> tuple[list[str], list[CoreRequest]]:
-        """Validate and start a search; return all core ids its beams will use, and the messages to send."""
+        """Validate and start a search; return its core id, and the message to send."""
         first, params = search_request(processor, name, prompt, params, **terms)
         return self.add(label, prompt, first, params, sink, trace_headers)
 
@@ -274,25 +111,25 @@ class BeamSearches(RequestOwner):
         sink: Sink,
         trace_headers: Mapping[str, str] | None = None,
     ) -> tuple[list[str], list[CoreRequest]]:
-        """Start a search; return all core ids its beams will use, and the messages to send."""
+        """Start a search; return its core id, and the message to send."""
         tokenizer = (
             self._tokenizer if prompt.tokenizer_context is None else prompt.tokenizer_context.tokenizer
         )
         search = _Search(label, prompt, first, params, sink, tokenizer, trace_headers or {})
-        self._of_id.update(dict.fromkeys(search.core_ids, search))
-        return search.core_ids, [add_message(search.requests())]
+        self._of_id[first.request_id] = search
+        return [first.request_id], [add_message([first])]
 
     def process(
         self, updates: Iterable[RequestUpdate], now: float, stats: IterationStats
     ) -> list[CoreRequest]:
-        """Process a core's updates of beams; return the messages to send to it."""
+        """Process a core's updates of searches; return the messages to send to it."""
         messages: list[CoreRequest] = []
         for update in updates if self._of_id else ():
             search = self._of_id.get(update.request_id)
             if search is None:
                 continue
             try:
-                messages += search.apply(update, now, stats)
+                search.apply(update, now, stats)
             except BaseException as error:
                 messages += self._drop(search, error)
             if search.is_over:
@@ -303,7 +140,7 @@ class BeamSearches(RequestOwner):
         """End the searches of these ids with their current results; return all of their core ids."""
         ended: list[str] = []
         for search in self._found(core_ids):
-            ended += search.core_ids
+            ended.append(search.core_id)
             self._forget(search)
             try:
                 search.finish(reason, now, stats)
@@ -313,7 +150,7 @@ class BeamSearches(RequestOwner):
 
     def resume(self, core_ids: Iterable[str]) -> list[EngineCoreRequest]:
         """Return the requests with which a restarted core continues the searches."""
-        return [request for search in self._found(core_ids) for request in search.unreported()]
+        return [search.restarted() for search in self._found(core_ids)]
 
     def fail(self, core_ids: Iterable[str], error: Exception, now: float, stats: IterationStats) -> None:
         """End the searches of these ids with this error."""
@@ -323,11 +160,10 @@ class BeamSearches(RequestOwner):
             search.sink(error)
 
     def _found(self, core_ids: Iterable[str]) -> list[_Search]:
-        return list({id(one): one for name in core_ids if (one := self._of_id.get(name))}.values())
+        return [one for name in core_ids if (one := self._of_id.get(name))]
 
     def _forget(self, search: _Search) -> None:
-        for core_id in search.core_ids:
-            self._of_id.pop(core_id, None)
+        self._of_id.pop(search.core_id, None)
 
     def _drop(self, search: _Search, error: BaseException) -> list[CoreRequest]:
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -335,11 +171,11 @@ class BeamSearches(RequestOwner):
         logger.error("the output of request %s could not be made", search.label, exc_info=error)
         self._forget(search)
         search.sink(search.failure(OUTPUT_FAILED))
-        return [AbortRequests(search.core_ids)]
+        return [AbortRequests([search.core_id])]
 
 
 class _Search:
-    """One search: the requests of its current step, and their results."""
+    """One search, and its statistics."""
 
     def __init__(
         self,
@@ -360,58 +196,30 @@ class _Search:
         self._params = params
         self._tokenizer = tokenizer
         self._search = BeamSearch(params, first.eos_token_ids)
-        name, width = first.request_id, params.beam_width
-        # Two alternating sets of ids: the new beams fork from the retained ones of the other set.
-        self._names = [[f"{name}.{kind}{beam}" for beam in range(width)] for kind in "ab"]
-        self.core_ids = [*self._names[0], *self._names[1]]
-        self._entries: dict[str, TokenLogprobs] = {}
+        self.core_id, self.width = first.request_id, params.beam_width
         self._num_cached_tokens = 0
         self._stats = RequestStateStats(arrival_time=first.arrival_time)
 
-    def requests(self) -> list[EngineCoreRequest]:
-        """Return one request per live beam, a fork of the beam that it continues."""
-        mine, before = self._names[self._search.length % 2], self._names[(self._search.length + 1) % 2]
-        wanted = max(self._search.num_candidates, self._params.logprobs)
-        first = self._first.sampling_params
-        params = first.replace_unchecked(max_tokens=self._search.length + 1, logprobs=wanted)
-        return [
-            msgspec.structs.replace(
-                self._first,
-                request_id=mine[place],
-                sampling_params=params,
-                eos_token_ids=[],
-                fork_of=before[beam.parent] if beam.token_ids else None,
-                output_token_ids=beam.token_ids,
-                num_beams=self._params.beam_width,
-                beam=place,
-            )
-            for place, beam in enumerate(self._search.live)
-        ]
+    def restarted(self) -> EngineCoreRequest:
+        """Begin again, in a core that has nothing of the search; return the request."""
+        self._search.restart()
+        return self._first
 
-    def unreported(self) -> list[EngineCoreRequest]:
-        """Return the requests without a result, without forks, since their parents are lost."""
-        open_ones = [one for one in self.requests() if one.request_id not in self._entries]
-        return [msgspec.structs.replace(one, fork_of=None) for one in open_ones]
-
-    def apply(self, update: RequestUpdate, now: float, stats: IterationStats) -> list[CoreRequest]:
-        """Process the token of a beam; the last one of a step starts the next step, or yields the output."""
-        self._record(update, now, stats)
-        if update.finish_reason != "length" or not update.logprobs:
+    def apply(self, update: RequestUpdate, now: float, stats: IterationStats) -> None:
+        """Process the update of a step; the last one yields the output."""
+        if update.finish_reason not in (None, "stop"):
             self.is_over = True
             self.record_end(["error"], now, stats)
             self.sink(self.failure(update.error or update.stop_reason, refused=update.refused))
-            return [AbortRequests(self.core_ids)]
-        self._entries[update.request_id] = update.logprobs[0]
-        names = self._names[self._search.length % 2][: len(self._search.live)]
-        if len(self._entries) < len(names):
-            return []
-        entries, self._entries = [self._entries[name] for name in names], {}
+            return
+        entries = update.logprobs or []
+        if self._search.length and update.scheduled_ts and update.finish_reason is None:
+            self._search.restart()  # first update after a preemption
+        self._record(update, now, stats)
         self._search.advance(entries)
-        if not self._search.is_done:
-            return [add_message(self.requests()), AbortRequests(names)]
-        self.is_over = True
-        self.finish(None, now, stats)
-        return [AbortRequests(names)]
+        if self._search.is_done:
+            self.is_over = True
+            self.finish(None, now, stats)
 
     def finish(self, reason: str | None, now: float, stats: IterationStats) -> None:
         """Emit the best sequences; with a reason, live ones too."""
@@ -457,7 +265,7 @@ class _Search:
     def _completion(self, index: int, one: FinishedBeam) -> CompletionOutput:
         tokens = one.beam.token_ids
         silent = one.reason == "stop" and not self._params.include_stop_str_in_output
-        text, positions = self._decoded(tokens, one.beam.positions, len(tokens) - silent)
+        text, positions = self._decoded(tokens, one.beam.positions(), len(tokens) - silent)
         return CompletionOutput(
             index=index,
             text=text,
@@ -494,7 +302,7 @@ class _Search:
             stats.num_cached_tokens += update.num_cached_tokens
             stats.time_to_first_token_s.append(now - mine.arrival_time)
         mine.last_token_ts = now
-        mine.num_preemptions += update.num_preemptions
+        mine.num_preemptions = max(mine.num_preemptions, update.num_preemptions)
         mine.num_draft_tokens += update.num_draft_tokens
         mine.num_accepted_tokens += update.num_accepted_tokens
         mine.num_generation_tokens += count

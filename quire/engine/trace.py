@@ -20,7 +20,7 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -35,6 +35,7 @@ from quire.kv_cache.prefix_loads import PrefixLoad
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, decode_kv_config, encode_kv_config
 from quire.kv_cache.transfers import Transfer
 from quire.media import MediaItem
+from quire.scheduler.beams import request_id_of
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import (
@@ -44,13 +45,14 @@ from quire.scheduler.output import (
     Pooled,
     RequestUpdate,
     SchedulerOutput,
+    TokenLogprobs,
 )
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler, resolve_scheduler
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 6
+TRACE_VERSION = 7
 MAGIC = b"quire-trace\n"
 LENGTH_BYTES = 4
 
@@ -68,9 +70,8 @@ HoldData = tuple[str, str, str]  # (key, cause name, detail) of a hold
 
 
 class Added(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """Request was queued. Later frames refer to it by `number`; times are monotonic seconds.
-
-    A beam takes over the number of a finished one.
+    """Request was queued. Later frames refer to it, and to each row of its beams, by `number`; times are monotonic
+    seconds.
     """
 
     now: float
@@ -121,7 +122,7 @@ class Planned(msgspec.Struct, tag="plan", array_like=True, frozen=True):
 class Returned(msgspec.Struct, tag="result", array_like=True, frozen=True):
     """Result of a plan; `sampled` is in plan order, `failed` and `drafts` are keyed by position in the plan.
 
-    Pooled output is omitted: it changes no plan.
+    Pooled output is omitted: it changes no plan. `logprobs` are of the beams of searches.
     """
 
     now: float
@@ -131,6 +132,7 @@ class Returned(msgspec.Struct, tag="result", array_like=True, frozen=True):
     forward_s: float
     sample_s: float
     drafts: dict[int, list[int]] = {}
+    logprobs: dict[int, TokenLogprobs] = {}
 
 
 class Ended(msgspec.Struct, tag="end", array_like=True, frozen=True):
@@ -345,7 +347,8 @@ class RecordedScheduler:
         self._scheduler = scheduler
         self._write = sink.write
         self._numbers: dict[str, int] = {}  # of unfinished requests
-        self._rows: dict[str, int] = {}  # of requests for which the worker has a row
+        self._rows: dict[str, int] = {}  # of rows that the worker has
+        self._searches: set[str] = set()  # unfinished requests with beams
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
@@ -354,6 +357,8 @@ class RecordedScheduler:
         holds = list(holds)
         self._scheduler.add_request(request, now, holds)
         self._numbers[request.request_id] = request.number
+        if request.search is not None:
+            self._searches.add(request.request_id)
         self._write(Added(now, request.number, message_of(request), [_data_of(hold) for hold in holds]))
 
     def hold(self, request_id: str, hold: Hold, now: float) -> bool:
@@ -377,7 +382,7 @@ class RecordedScheduler:
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float
     ) -> list[RequestUpdate]:
-        self._write(_returned(plan, output, now))
+        self._write(_returned(plan, output, now, self._searches))
         return self._with_ends(self._scheduler.update_from_output(plan, output, now), now)
 
     def reset_prefix_cache(self) -> bool:
@@ -415,7 +420,9 @@ class RecordedScheduler:
 
     def _planned(self, plan: SchedulerOutput, now: float) -> Planned:
         removed = [self._rows.pop(name) for name in plan.removed_request_ids]
-        self._rows.update((data.request_id, self._numbers[data.request_id]) for data in plan.new_requests)
+        self._rows.update(
+            (data.request_id, self._numbers[request_id_of(data.request_id)]) for data in plan.new_requests
+        )
         blocks = [(data.request_id, data.block_ids) for data in plan.new_requests]
         blocks += [
             (request.request_id, request.new_block_ids)
@@ -442,6 +449,7 @@ class RecordedScheduler:
 
     def _ended(self, update: RequestUpdate, reason: str, now: float) -> Ended:
         explanation = self._scheduler.explain(update.request_id, now)
+        self._searches.discard(update.request_id)
         return Ended(
             number=self._numbers.pop(update.request_id),
             finish_reason=reason,
@@ -456,12 +464,19 @@ def _data_of(hold: Hold) -> HoldData:
     return hold.key, hold.cause.name, hold.detail
 
 
-def _returned(plan: SchedulerOutput, output: ModelRunnerOutput, now: float) -> Returned:
+def _returned(
+    plan: SchedulerOutput, output: ModelRunnerOutput, now: float, searches: Collection[str]
+) -> Returned:
     names = [request.request_id for request in plan.scheduled]
     sampled = [output.sampled_token_ids.get(name, []) for name in names]
     failed = {names.index(name): reason for name, reason in output.failed.items()}
     drafts = {names.index(name): tokens for name, tokens in output.draft_token_ids.items()}
-    return Returned(now, plan.step_id, sampled, failed, output.forward_s, output.sample_s, drafts)
+    logprobs = {
+        place: output.logprobs[name][0]
+        for place, name in enumerate(names if searches else ())
+        if name in output.logprobs and request_id_of(name) in searches
+    }
+    return Returned(now, plan.step_id, sampled, failed, output.forward_s, output.sample_s, drafts, logprobs)
 
 
 class ReplayExecutor(NullExecutor):
@@ -607,6 +622,7 @@ def _output(frame: Returned, plan: SchedulerOutput) -> ModelRunnerOutput:
     return ModelRunnerOutput(
         frame.step_id,
         sampled,
+        logprobs={names[place]: [entry] for place, entry in frame.logprobs.items()},
         failed=failed,
         draft_token_ids={names[place]: drafts for place, drafts in frame.drafts.items()},
         forward_s=frame.forward_s,

@@ -35,6 +35,7 @@ from quire.kv_cache.spec import (
 from quire.media import EncodeProgress, MediaItem, chunk_end
 from quire.scheduler.output import (
     STEP_PROTOCOL_VERSION,
+    BranchedRow,
     ModelRunnerOutput,
     NewRequestData,
     Pooled,
@@ -324,6 +325,7 @@ class NullExecutor(Executor):
         plan, self._encoded = self._submitted.popleft()
         self._check_header(plan)
         self._last_step_id = plan.step_id
+        self._branch_rows(plan)
         for request_id in plan.removed_request_ids:
             self._remove_row(request_id)
         new = {data.request_id for data in plan.new_requests}
@@ -331,6 +333,8 @@ class NullExecutor(Executor):
             if scheduled.request_id not in new:
                 self._drop_unread_blocks(scheduled.request_id)
         self._move_blocks(plan)
+        for branch in plan.branches:
+            self._hold_branched(branch)
         for data in plan.new_requests:
             self._add_row(data)
         for scheduled in plan.scheduled:
@@ -427,10 +431,36 @@ class NullExecutor(Executor):
         budget = self.config.scheduler.max_num_batched_tokens
         check(plan.total_num_scheduled_tokens <= budget, f"the plan exceeds the budget of {budget} tokens")
 
+    def _branch_rows(self, plan: SchedulerOutput) -> None:
+        """Give rows of searches the tokens of others, and release the blocks that they give up."""
+        tokens = [[*self._rows[one.parent_id].token_ids[:-1], one.token_id] for one in plan.branches]
+        for branch, token_ids in zip(plan.branches, tokens, strict=True):
+            row = self._rows[branch.request_id]
+            check(len(row.token_ids) == len(token_ids), f"{branch} continues a row of another length")
+            row.truncate(0)
+            for token_id in token_ids:
+                row.append(token_id)
+            row.params = row.params.replace_unchecked(logprobs=branch.num_logprobs)
+            if branch.block_ids:
+                self._release(row)
+
+    def _hold_branched(self, branch: BranchedRow) -> None:
+        """Take the blocks of a row that continues another one."""
+        if branch.block_ids:
+            row = self._rows[branch.request_id]
+            row.block_ids = [list(ids) for ids in branch.block_ids]
+            for spec, ids in self._tables(row):
+                self._hold(row, spec, ids, ids)
+            self._check_reads(row, 0)
+
     def _remove_row(self, request_id: str) -> None:
         check(request_id in self._rows, f"{request_id} is removed and has no row")
-        for ids in self._rows.pop(request_id).block_ids:
+        self._release(self._rows.pop(request_id))
+
+    def _release(self, row: _NullRow) -> None:
+        for ids in row.block_ids:
             self._holders.subtract(block_id for block_id in ids if block_id != NULL_BLOCK_ID)
+        row.block_ids = [[] for _ in row.block_ids]
 
     def _move_blocks(self, plan: SchedulerOutput) -> None:
         written = {target for _, target in plan.swap_ins + plan.block_copies}

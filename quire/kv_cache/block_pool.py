@@ -413,21 +413,16 @@ class DevicePool(BlockPool):
         """Count blocks of a hit, the first `num_full` of which are full, for which `take` needs no free block."""
         return sum(block.ref_cnt > 0 and not block.on_host for block in hit[:num_full])
 
-    def take(
-        self, tables: Sequence[Sequence[KVCacheBlock]], num_full: int, *, takes_over: bool = False
-    ) -> list[list[KVCacheBlock]]:
+    def take(self, tables: Sequence[Sequence[KVCacheBlock]], num_full: int) -> list[list[KVCacheBlock]]:
         """Hold the content of a hit, in tables of which the first `num_full` blocks are full.
 
-        Blocks that are not full are copied, unless they are taken over from a holder that gives them up at once.
-        Returns device blocks in the same order, and the null block where a table has it. Everything to be shared or
-        copied is held before new blocks are allocated, because allocation evicts.
+        Blocks that are not full are copied. Returns device blocks in the same order, and the null block where a table
+        has it. Everything to be shared or copied is held before new blocks are allocated, because allocation evicts.
         """
         entries = [(i, block) for table in tables for i, block in enumerate(table)]
         blocks = [(i, block) for i, block in entries if block.block_id != NULL_BLOCK_ID]
-        sources = [block for i, block in blocks if block.on_host or (i >= num_full and not takes_over)]
+        sources = [block for i, block in blocks if block.on_host or i >= num_full]
         self._share([block for i, block in blocks if i < num_full and not block.on_host])
-        if takes_over:
-            self.touch([block for i, block in blocks if i >= num_full and not block.on_host])
         for source in sources:
             (self.host.pool if source.on_host else self).pin(source)
         filled = dict(zip(sources, self.get_new_blocks(len(sources)), strict=True))

@@ -32,15 +32,13 @@ class PrefixHit(NamedTuple):
 
     A list has an entry for each block of the prefix; the null block stands where a group needs none. All blocks are
     full, unless the hit is of a swapped or forked request. `from_cache`: found by a prefix cache lookup, even if of
-    zero tokens. `is_mixed`: other weights computed some of them (`KVCacheManager.mix`). `takes_over`: their holder
-    gives them up in the same step, and a last, partly filled one need not be copied.
+    zero tokens. `is_mixed`: other weights computed some of them (`KVCacheManager.mix`).
     """
 
     num_tokens: int
     blocks: tuple[list[KVCacheBlock], ...]
     from_cache: bool = False
     is_mixed: bool = False
-    takes_over: bool = False
 
 
 def is_storable(request: CachedSequence) -> bool:
@@ -149,6 +147,11 @@ class KVCacheManager:
         """Return the most blocks that a sequence of `num_tokens` cached tokens holds."""
         return sum(manager.max_blocks(num_tokens) for manager in self.managers)
 
+    def max_blocks_of_beams(self, num_prompt_tokens: int, num_tokens: int, width: int) -> int:
+        """Return the most blocks that `width` sequences of `num_tokens` tokens hold, which share full prompt blocks."""
+        num_full = num_prompt_tokens // self.block_size
+        return sum(manager.max_blocks_of_beams(num_full, num_tokens, width) for manager in self.managers)
+
     def get_computed_blocks(self, request: CachedSequence, most: int | None = None) -> PrefixHit:
         """Return the longest cached prefix that leaves the last known token, from which to sample, uncomputed.
 
@@ -199,21 +202,55 @@ class KVCacheManager:
             is_mixed=request.request_id in self._mixed,
         )
 
-    def get_forked_blocks(
-        self, parent: CachedSequence, num_tokens: int, *, takes_over: bool = False
-    ) -> PrefixHit:
+    def get_forked_blocks(self, parent: CachedSequence, num_tokens: int) -> PrefixHit:
         """Return the first `num_tokens` tokens of a running request as a hit for a fork that begins with them.
 
         They must be computed before the fork's first plan runs. Full blocks are shared, with or without prefix
-        caching; a last, partly filled one is copied, unless the fork takes over all from its parent. If a group has
-        freed blocks that the fork would read, or has replaced a state, the hit has zero tokens.
+        caching; a last, partly filled one is copied. If a group has freed blocks that the fork would read, or has
+        replaced a state, the hit has zero tokens.
         """
         tables = [manager.find_fork(parent.request_id, num_tokens) for manager in self.managers]
         found = tuple([table for table in tables if table is not None])
         if len(found) < len(tables):
             return self.no_hit
-        is_mixed = parent.request_id in self._mixed
-        return PrefixHit(num_tokens, found, is_mixed=is_mixed, takes_over=takes_over)
+        return PrefixHit(num_tokens, found, is_mixed=parent.request_id in self._mixed)
+
+    def branch(
+        self, kept: Sequence[str], moves: Sequence[tuple[str, str]], num_tokens: int
+    ) -> list[list[list[int]]] | None:
+        """Start sequences from others (source, target) that have computed `num_tokens` tokens, as forks do.
+
+        Then cover one more token of these, and of the `kept` sequences, which have as many. Targets have no tables;
+        sources have no step in flight. All or nothing.
+
+        Returns the new block ids of the kept sequences, or None if blocks are short. Nothing of these sequences is
+        offered to the prefix cache, so all that is read no more is freed.
+        """
+        for name in kept:
+            self._drop(name, num_tokens, cached_only=False)
+        hits = [tuple([m.find_branch(source, num_tokens) for m in self.managers]) for source, _ in moves]
+        grows = [name for name in kept if not self._covers(name, num_tokens + 1)]
+        needed = sum([m.num_blocks_to_grow(name, num_tokens + 1) for name in grows for m in self.managers])
+        for hit in hits:
+            pairs = zip(self.managers, hit, strict=True)
+            needed += sum([m.num_blocks_to_start(num_tokens + 1, blocks, num_tokens) for m, blocks in pairs])
+        if needed > self._pool.num_free_blocks:
+            return None
+        for hit, (_, target) in zip(hits, moves, strict=True):
+            self._start_branch(target, hit, num_tokens)
+        new = {name: [manager.allocate(name, num_tokens + 1) for manager in self.managers] for name in grows}
+        return [new.get(name, self._no_block_ids) for name in kept]
+
+    def _start_branch(self, name: str, hit: tuple[list[KVCacheBlock], ...], num_tokens: int) -> None:
+        tables = self._pool.take(hit, num_tokens // self.block_size)
+        for manager, blocks, table in zip(self.managers, hit, tables, strict=True):
+            manager.adopt(name, num_tokens, blocks, table)
+            manager.allocate(name, num_tokens + 1)
+
+    def free_tables(self, names: Sequence[str]) -> None:
+        """Free the blocks of sequences that `branch` has started, or that it may start again."""
+        for name in names:
+            self._free_tables(name)
 
     def num_blocks_short(self, request: CachedSequence, hit: PrefixHit) -> int:
         """Return the missing free blocks for all known tokens of a request without blocks, given a hit.
@@ -241,7 +278,7 @@ class KVCacheManager:
     def start(self, request: CachedSequence, hit: PrefixHit, *, is_resumed: bool = False) -> None:
         """Start a request's tables with the blocks of a hit (possibly of zero tokens)."""
         num_full = hit.num_tokens // self.block_size
-        tables = self._pool.take(hit.blocks, num_full, takes_over=hit.takes_over)
+        tables = self._pool.take(hit.blocks, num_full)
         for manager, blocks, table in zip(self.managers, hit.blocks, tables, strict=True):
             manager.adopt(request.request_id, hit.num_tokens, blocks, table)
         self._pool.host.release(request.request_id)
@@ -358,8 +395,11 @@ class KVCacheManager:
 
     def get_block_ids(self, request: CachedSequence) -> list[list[int]]:
         """Return all block ids of a request, one list per group."""
-        tables = [manager.tables.get(request.request_id, ()) for manager in self.managers]
-        return [[block.block_id for block in table] for table in tables]
+        return self.table_ids(request.request_id)
+
+    def table_ids(self, name: str) -> list[list[int]]:
+        """Return all block ids of a sequence, one list per group."""
+        return [[block.block_id for block in manager.tables.get(name, ())] for manager in self.managers]
 
     def holders(self) -> set[str]:
         """Return ids of the requests that hold block tables."""

@@ -68,6 +68,12 @@ class SingleTypeManager(ABC):
         """Return the most blocks that a sequence of this length holds."""
         return self._spec.max_blocks(num_tokens, self._max_chunk)
 
+    def max_blocks_of_beams(self, num_shared: int, num_tokens: int, width: int) -> int:
+        """Return the most blocks of `width` sequences that grow token by token behind `num_shared` common blocks."""
+        each = self._spec.max_blocks(num_tokens, 1)
+        shared = 0 if self.drops_blocks else min(num_shared, each)
+        return shared + width * (each - shared)
+
     def num_blocks_to_start(self, num_tokens: int, hit: Sequence[KVCacheBlock], num_hit_tokens: int) -> int:
         """Return the free blocks that a request without a table needs for `num_tokens` tokens, given a hit.
 
@@ -102,6 +108,11 @@ class SingleTypeManager(ABC):
         start, end = self._spec.first_block(num_tokens), self._spec.num_blocks(num_tokens)
         needed = self._tables[request_id][start:end]
         return None if self._null_block in needed else [self._null_block] * start + needed
+
+    def find_branch(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
+        """Return table entries for all `num_tokens` computed tokens of a sequence with no step in flight."""
+        start, end = self._spec.first_block(num_tokens), self._spec.num_blocks(num_tokens)
+        return [self._null_block] * start + self._tables[request_id][start:end]
 
     def adopt(
         self, request_id: str, num_hit_tokens: int, hit: Sequence[KVCacheBlock], table: list[KVCacheBlock]

@@ -122,7 +122,7 @@ class Fair(Policy):
         cost = self.config.fair_output_token_weight
         for chunk in chunks:
             if chunk.num_samples:  # a draft costs what a token costs, right or wrong
-                self._tenants[chunk.request.tenant].charge(cost * chunk.num_samples)
+                self._tenants[chunk.request.tenant].charge(cost * chunk.num_samples * chunk.request.num_rows)
 
     def finish(self, request: Request) -> None:
         self._tenants[request.tenant].num_unfinished -= 1

@@ -24,7 +24,7 @@ from quire.scheduler.feature_stats import (
     TransferStats,
 )
 
-STEP_PROTOCOL_VERSION = 13
+STEP_PROTOCOL_VERSION = 14
 
 BlockIds = list[list[int]]  # Block ids of one request: one list per KV cache group.
 
@@ -80,6 +80,20 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     pools: bool = False
 
 
+class BranchedRow(msgspec.Struct, frozen=True, gc=False):
+    """Next beam of a search in a row that the worker has: the tokens of `parent_id`'s row, the last of them replaced.
+
+    Both rows are of one search and have equally many tokens. `block_ids` are all blocks of the row in place of those
+    that it has; none if it continues itself. The next samples report `num_logprobs` most likely tokens.
+    """
+
+    request_id: str
+    parent_id: str
+    token_id: int
+    block_ids: BlockIds
+    num_logprobs: int
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True):
     """Plan of one step.
 
@@ -92,6 +106,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     number. Accepted drafts count as computed, rejected ones as never computed. With recurrent states
     (`KVCacheConfig.rolls_back` is false) no draft counts: the step keeps the state of the last non-draft token, and
     accepted drafts are computed again.
+
+    `branches` change rows of searches, all at once and before rows are added; a row is planned with its step in
+    `scheduled`. None of these rows has a sample in flight.
 
     With `max_decode_steps` above 1 (multi-step decode) every request computes its last token only and has blocks for
     `max_decode_steps` tokens. The worker may feed each sampled token back and sample the next, for all requests alike,
@@ -114,6 +131,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     swap_ins: list[tuple[int, int]] = []
     block_copies: list[tuple[int, int]] = []
     max_decode_steps: int = msgspec.field(default=1, name="max_rounds")
+    branches: list[BranchedRow] = []
     version: int = STEP_PROTOCOL_VERSION
 
     @property

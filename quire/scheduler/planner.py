@@ -14,6 +14,7 @@ from quire.config import SchedulerConfig
 from quire.kv_cache.manager import KVCacheManager, PrefixHit
 from quire.media import chunk_end, least_chunk
 from quire.sampling_params import RequestOutputKind
+from quire.scheduler.beams import Beams
 from quire.scheduler.explain import Cause
 from quire.scheduler.mixed_steps import MixedStepLimit
 from quire.scheduler.output import BlockIds
@@ -88,10 +89,10 @@ class Planner:
             return False
         request.num_short_steps = 0
         if request.status is RequestStatus.RUNNING:
-            step.num_satisfied = len(self._queues.running) - 1
+            step.num_satisfied = self._queues.num_rows - request.num_rows
             self._plan_one(request, step, now)
         elif len(self._queues.policy) and self._queues.policy.peek() is request:
-            step.num_satisfied = len(self._queues.running)
+            step.num_satisfied = self._queues.num_rows
             self._start(request, step, now)
         step.num_satisfied = 0
         return bool(step.chunks)
@@ -111,7 +112,8 @@ class Planner:
         if len(self._queues.policy):
             return 1, RoundBound.WAITING
         for request in self._queues.running:
-            if request.draft_token_ids or request.num_missing_tokens(self._max_model_len) != 1:
+            missing = request.num_missing_tokens(self._max_model_len)
+            if request.draft_token_ids or missing != 1 or request.beams is not None:
                 return 1, RoundBound.PROMPT
             is_streamed = request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY
             if is_streamed and self._limits.multi_step_streams is False:
@@ -141,6 +143,9 @@ class Planner:
 
     def _plan_one(self, request: Request, step: StepPlan, now: float) -> None:
         """Plan missing tokens of one running request, and drafts behind its last one."""
+        if request.beams is not None and request.beams.has_begun:
+            self._plan_beams(request, request.beams, step, now)
+            return
         num_missing = room = num_new_tokens = self._num_missing(request)
         if num_missing > 1:
             room = min(num_missing, max(step.budget - self._num_unplanned(step) + 1, 1))
@@ -148,7 +153,7 @@ class Planner:
         if (
             num_new_tokens == 0
         ):  # its remaining tokens, or the token to continue from, are in flight; or no room
-            step.num_satisfied += 1
+            step.num_satisfied += request.num_rows
             return
         new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
         if new_block_ids is None:
@@ -163,6 +168,25 @@ class Planner:
             step.add_cached(request, num_new_tokens, new_block_ids, drafts)
         if num_new_tokens < num_missing:
             self._leave_rest(request, step, is_capped=num_new_tokens < room)
+
+    def _plan_beams(self, request: Request, beams: Beams, step: StepPlan, now: float) -> None:
+        """Plan a token of each next beam, in the rows that they take; if blocks are short, preempt the last requests.
+
+        All of them in one step: without a result of the last one, or room for all tokens, the search sits this one out.
+        """
+        branch = beams.branch
+        if branch is None or len(branch.rows) > step.budget:
+            step.num_satisfied += request.num_rows
+            return
+        kept, moves = beams.kept_and_moved(branch)
+        self._kv.free_tables([target for _, target in moves])
+        while (new_block_ids := self._kv.branch(kept, moves, request.num_computed_tokens)) is None:
+            self._queues.preempt_last(request, now)
+            if request.status is not RequestStatus.RUNNING:
+                return
+        blocks = dict(zip(kept, new_block_ids, strict=True))
+        step.add_beams(request, beams, branch, blocks, [self._kv.table_ids(target) for _, target in moves])
+        self._queues.drop_rows(beams.settle(branch))
 
     def _num_fitting(self, request: Request, start: int, room: int, step: StepPlan) -> int:
         """Return the tokens of a prompt from `start` on to compute in `room` tokens; 0 if its next item does not fit.
@@ -190,7 +214,7 @@ class Planner:
         return request.num_missing_tokens(self._max_model_len)
 
     def _is_full(self, step: StepPlan) -> bool:
-        return step.budget == 0 or len(step.chunks) >= self._share(len(self._queues.running))
+        return step.budget == 0 or step.num_rows >= self._share(self._queues.num_rows)
 
     def _share(self, num_requests: int) -> int:
         """Return the most of `num_requests` that one of the disjoint steps in flight has.
@@ -200,9 +224,9 @@ class Planner:
         return -(-num_requests // self._num_disjoint)
 
     def _num_unplanned(self, step: StepPlan) -> int:
-        """Return the number of running requests yet to be planned in a step, each with at least one token."""
-        num = len(self._queues.running)
-        return max(min(num - step.num_satisfied, self._share(num)) - len(step.chunks), 0)
+        """Return the number of running rows yet to be planned in a step, each with at least one token."""
+        num = self._queues.num_rows
+        return max(min(num - step.num_satisfied, self._share(num)) - step.num_rows, 0)
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int, now: float) -> BlockIds | None:
         """Return blocks for a running request, preempting the last ones if needed; None if it was itself preempted.
@@ -214,8 +238,6 @@ class Planner:
             block_ids = self._kv.allocate_slots(request, num_new_tokens)
             if block_ids is not None:
                 return block_ids
-            if self._queues.retained.free_blocks():
-                continue
             self._queues.preempt_last(request, now)
         return None
 
@@ -288,10 +310,10 @@ class Planner:
             return BlockedRequest(request, Cause.NEXT_STEP)
         if self._budget_to_start(step) <= 0:
             return BlockedRequest(request, Cause.TOKEN_BUDGET)
-        if len(self._queues.running) >= self._limits.max_num_seqs and not self._outranks_last(request, step):
+        if self._lacks_row(request) and not self._outranks_last(request, step):
             return BlockedRequest(request, Cause.SEQUENCE_CAP)
-        num_others = min(len(self._queues.running) + len(self._queues.policy), self._limits.max_num_seqs)
-        if self._num_disjoint > 1 and len(step.chunks) >= self._share(num_others):
+        num_others = min(self._queues.num_rows + len(self._queues.policy), self._limits.max_num_seqs)
+        if self._num_disjoint > 1 and step.num_rows >= self._share(num_others):
             return BlockedRequest(request, Cause.NEXT_STEP)
         hit = self._find_prefix(request, step)
         if self._num_first(request, hit, step) == 0:
@@ -317,9 +339,6 @@ class Planner:
         parent of the shared prompt.
         """
         blocked = self._lack(request, hit, step)
-        if blocked is not None and blocked.num_blocks and self._queues.retained.free_blocks():
-            hit = self._find_prefix(request, step)
-            blocked = self._lack(request, hit, step)
         if blocked is None or not self._outranks_last(request, step):
             return hit, blocked
         outranked = [other for other in self._queues.running if self._outranks(request, other, step)]
@@ -338,9 +357,13 @@ class Planner:
         num_short = self._kv.num_blocks_short(request, hit) + step.promised_blocks
         if num_short > 0:
             return BlockedRequest(request, Cause.BLOCKS, num_short)
-        if len(self._queues.running) >= self._limits.max_num_seqs:
+        if self._lacks_row(request):
             return BlockedRequest(request, Cause.SEQUENCE_CAP)
         return BlockedRequest(request, Cause.ADAPTER) if self._lacks_adapter(request) else None
+
+    def _lacks_row(self, request: Request) -> bool:
+        """Return whether the rows that a waiting request takes are not free."""
+        return self._queues.num_rows + request.num_rows > self._limits.max_num_seqs
 
     def _lacks_adapter(self, request: Request, without: Collection[Request] = ()) -> bool:
         """Return whether the other running requests use all adapter slots, none for the request's adapter."""
@@ -390,12 +413,7 @@ class Planner:
         parent, num_tokens = request.parent, request.num_prompt_tokens - 1
         most = num_tokens if request.sampling_params.has_sampler_state else None
         shared = self._kv.no_hit
-        if parent and self._queues.retained.has_blocks(parent):
-            takes_over = self._queues.retained.is_last_fork(request)
-            shared = self._kv.get_forked_blocks(parent, parent.num_computed_tokens, takes_over=takes_over)
-        elif (
-            parent and parent.status is RequestStatus.RUNNING and step.num_ready_tokens(parent) >= num_tokens
-        ):
+        if parent and parent.status is RequestStatus.RUNNING and step.num_ready_tokens(parent) >= num_tokens:
             shared = self._kv.get_forked_blocks(parent, num_tokens)
         if is_blind or shared.num_tokens == request.num_tokens - 1:  # the cache has no more
             return shared

@@ -14,7 +14,6 @@ from types import MappingProxyType
 
 from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixHit
 from quire.scheduler.explain import Explanation
-from quire.scheduler.forks import RetainedRequests
 from quire.scheduler.holds import HeldRequests, Hold, HoldKey
 from quire.scheduler.policies import Policy, RankedRequests
 from quire.scheduler.request import Request, RequestStatus
@@ -30,7 +29,7 @@ class RequestQueues:
             in a plan never loses its place there.
         policy: ranks all requests and queues the ready ones; changed only by the methods below.
         by_id: all unfinished requests; read-only.
-        retained: finished requests retained for forks.
+        num_rows: worker rows that running requests take, or may take as their searches go on.
         num_preemptions: total.
     """
 
@@ -39,10 +38,10 @@ class RequestQueues:
         self.by_id: Mapping[str, Request] = MappingProxyType(self._requests)
         self.running = RankedRequests()
         self.policy = policy
+        self.num_rows = 0
         self.num_preemptions = 0
         self._kv = kv
         self._held = HeldRequests()
-        self.retained = RetainedRequests(kv)
         self._waits = WaitAccount(policy)
         self._vacated: list[str] = []
         self._num_arrived = 0
@@ -51,22 +50,13 @@ class RequestQueues:
 
     def arrive(self, request: Request, now: float, holds: Iterable[Hold] = ()) -> None:
         """Add a new request, which is ready once all its holds are released."""
-        self._number(request, now)
+        self._num_arrived += 1
+        request.queued_ts, request.number = now, self._num_arrived
         self._requests[request.request_id] = request
         self.policy.arrive(request)
         for hold in holds:
             self._held.add(request, hold)
         self._enqueue(request, now)
-
-    def _number(self, request: Request, now: float) -> None:
-        """Assign the order of arrival: a beam search has one number per beam, which successors take over."""
-        parent = request.parent
-        if parent is not None and self.retained.get(parent.request_id) is parent:
-            request.queued_ts, request.number = parent.queued_ts, parent.number - parent.beam + request.beam
-            self.retained.register_fork(request, parent)
-        else:
-            request.queued_ts, request.number = now, self._num_arrived + 1 + request.beam
-            self._num_arrived += max(request.num_beams, 1)
 
     def start(self, request: Request, hit: PrefixHit, now: float) -> None:
         """Run a ready request on the blocks of a hit."""
@@ -74,9 +64,9 @@ class RequestQueues:
         self.policy.start(request, hit.num_tokens)
         self._waits.start(request, now)
         self.running.add(request)
+        self.num_rows += request.num_rows
         request.start(now, hit.num_tokens)
         self._kv.start(request, hit, is_resumed=is_resumed)
-        self.retained.unregister_fork(request)
 
     def preempt_last(self, by: Request, now: float) -> None:
         """Preempt the last running request; it keeps its tokens, to be computed again.
@@ -98,14 +88,13 @@ class RequestQueues:
         """Free the blocks of all requests on both tiers; they keep their tokens, to be computed again."""
         for request in reversed(list(self.running)):
             self._preempt_for_sleep(request, now)
-        self.retained.free_blocks()
         for request in self._requests.values():
             self._kv.free(request)
 
     def renew_rows(self, now: float) -> None:
         """Take the rows of all running requests, which keep their blocks and get other rows with their next chunks.
 
-        Requests whose blocks would be of no use are preempted; retained requests lose their blocks.
+        Requests whose blocks would be of no use are preempted.
         """
         for request in reversed(list(self.running)):
             if request.recomputes:
@@ -114,7 +103,6 @@ class RequestQueues:
             else:
                 self._kv.trim(request)  # a new row has none but the blocks that it reads
                 self._leave_row(request)
-        self.retained.free_blocks()
 
     def _preempt_for_sleep(self, request: Request, now: float) -> None:
         self._vacate(request)
@@ -123,8 +111,8 @@ class RequestQueues:
         self.policy.add(request)
         self.num_preemptions += 1
 
-    def finish(self, request: Request, reason: str, now: float, *, keeps: bool = False) -> None:
-        """Finish a request from any place and release or retain all that it holds; the only way out."""
+    def finish(self, request: Request, reason: str, now: float) -> None:
+        """Finish a request from any place and release all that it holds; the only way out."""
         status = request.status
         if not request.finish(reason):
             return
@@ -136,11 +124,7 @@ class RequestQueues:
         self.release(request, now)
         del self._requests[request.request_id]
         self._waits.finish(request, now)
-        self.retained.unregister_fork(request)
-        if keeps:
-            self.retained.retain(request)
-        else:
-            self._kv.free(request)
+        self._kv.free(request)
 
     def hold(self, request: Request, hold: Hold, now: float) -> None:
         """Add a hold to a request that does not run."""
@@ -170,14 +154,22 @@ class RequestQueues:
 
     def _vacate(self, request: Request) -> None:
         self.running.remove(request)
+        self.num_rows -= request.num_rows
         self.policy.vacate(request)
         self._leave_row(request)
+        if request.beams is not None:
+            self.drop_rows(request.beams.further_names)
 
     def _leave_row(self, request: Request) -> None:
         """Let the next plan tell the worker to free the request's row, if it has one."""
         if request.has_row:
             self._vacated.append(request.request_id)
             request.has_row = False
+
+    def drop_rows(self, names: list[str]) -> None:
+        """Free rows of beams, and their blocks."""
+        self._vacated += names
+        self._kv.free_tables(names)
 
     # The step
 
@@ -243,12 +235,12 @@ class RequestQueues:
         state = {"requests": self._requests, "running": running, "waiting": waiting}
         if sorted([*running, *waiting]) != sorted(self._requests) or len(waiting) != self.num_waiting:
             raise IntegrityError("a request is in no queue, or in two", state)
-        expected = {
-            request.request_id
-            for request in self._requests.values()
-            if request.status is RequestStatus.RUNNING
-        }
-        if expected != set(running) or expected | self.retained.holders != self._kv.holders():
+        is_running = [one for one in self._requests.values() if one.status is RequestStatus.RUNNING]
+        expected = {request.request_id for request in is_running}
+        beams = [name for one in is_running if one.beams is not None for name in one.beams.further_names]
+        if expected != set(running) or expected.union(beams) != self._kv.holders():
             raise IntegrityError("running requests and holders of blocks differ", state)
+        if self.num_rows != sum(request.num_rows for request in is_running):
+            raise IntegrityError(f"running requests do not take {self.num_rows} rows", state)
         if not self._kv.swapped() <= self._requests.keys() - running:
             raise IntegrityError("a swapped request is running or unknown", state)

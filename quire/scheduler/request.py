@@ -15,7 +15,8 @@ from quire.adapters import AdapterRequest
 from quire.kv_cache.hashing import BlockHash, extra_keys
 from quire.media import MediaItem
 from quire.pooling_params import PoolingParams
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.scheduler.beams import Beams
 from quire.scheduler.explain import WaitLog
 
 Rank = tuple[float, int]  # Order of service, lower first: (policy's rank, arrival number).
@@ -58,7 +59,8 @@ class Request:
         adapter_request: its adapter.
         media: items whose embeddings fill positions of the prompt.
         parent: request whose computed tokens it shares, while that may save work (`quire.scheduler.scheduler`).
-        num_beams, beam: beam index of a beam search; retained when it finishes (`quire.scheduler.queues`).
+        search: parameters of its beam search.
+        beams: rows of the search; `token_ids` are those of its likeliest beam.
         num_overtaken: requests with adapters that started while it waited for an adapter slot.
         num_short_steps: consecutive steps without room for its next chunk, which has a least size (`quire.media`).
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
@@ -76,7 +78,7 @@ class Request:
         "_status",
         "adapter_request",
         "arrival_time",
-        "beam",
+        "beams",
         "block_hashes",
         "draft_token_ids",
         "eos_token_ids",
@@ -86,7 +88,6 @@ class Request:
         "has_row",
         "instruction_length",
         "media",
-        "num_beams",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_drafts_in_flight",
@@ -108,6 +109,7 @@ class Request:
         "request_id",
         "sampling_params",
         "scheduled_ts",
+        "search",
         "second_text_start",
         "starts_over",
         "tenant",
@@ -129,8 +131,7 @@ class Request:
         fork_of: str | None = None,
         output_token_ids: Sequence[int] = (),
         pooling_params: PoolingParams | None = None,
-        num_beams: int = 0,
-        beam: int = 0,
+        search: BeamSearchParams | None = None,
         second_text_start: int | None = None,
         instruction_length: int | None = None,
         adapter_request: AdapterRequest | None = None,
@@ -149,8 +150,8 @@ class Request:
         self.priority = priority
         self.tenant = tenant
         self.fork_of = fork_of
-        self.num_beams = num_beams
-        self.beam = beam
+        self.search = search
+        self.beams = None if search is None else Beams(request_id, search, eos_token_ids)
         self.parent: Request | None = None
         self.has_row = False
         self.starts_over = False
@@ -210,7 +211,13 @@ class Request:
     @property
     def recomputes(self) -> bool:
         """True if a new row of it needs every token to be computed again, so that its blocks are of no use."""
-        return self.starts_over or self.sampling_params.has_sampler_state
+        is_branched = self.beams is not None and self.beams.has_begun
+        return self.starts_over or is_branched or self.sampling_params.has_sampler_state
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the worker's batch that it takes."""
+        return 1 if self.beams is None else self.beams.width
 
     @property
     def num_tokens(self) -> int:
@@ -238,10 +245,13 @@ class Request:
         return min(self.num_prompt_tokens + self.sampling_params.max_tokens, max_model_len) - 1
 
     def num_missing_tokens(self, max_model_len: int) -> int:
-        """Return the tokens to compute next: no drafts, at most one token that a step in flight has yet to sample."""
+        """Return the tokens to compute next: no drafts, at most one token that a step in flight has yet to sample.
+
+        In a search that is one token of each beam, and the beams are known only after a step.
+        """
         if self.num_placeholder_tokens == 0:  # a decoding request lacks its last token
             return len(self.token_ids) - self.num_computed_tokens
-        if self.num_drafts_in_flight:  # the position of its next token is unknown
+        if self.num_drafts_in_flight or self.beams is not None:  # the position of its next token is unknown
             return 0
         num_to_compute = self.max_computed_tokens(max_model_len)
         return min(self.num_tokens + self.num_placeholder_tokens, num_to_compute) - self.num_computed_tokens
@@ -294,8 +304,12 @@ class Request:
         self.num_computed_tokens = num_cached_tokens
 
     def preempt(self) -> None:
-        """Go back to waiting, with all tokens to be computed again."""
+        """Go back to waiting, with all tokens to be computed again; a search begins again."""
         self._move(RequestStatus.PREEMPTED)
+        if self.beams is not None and self.beams.has_begun:
+            self.beams.restart()
+            del self.token_ids[self.num_prompt_tokens :]
+            self.reported = False
         self.num_computed_tokens = self.num_short_steps = 0
         self.num_preemptions += 1
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from msgspec import structs
 
 from quire.adapters import name_in
-from quire.config import EngineConfig
+from quire.config import EngineConfig, SchedulerConfig
 from quire.errors import EngineError, ValidationError
 from quire.kv_cache.events import KVCacheEvent
 from quire.kv_cache.manager import IntegrityError, KVCacheManager
@@ -25,10 +25,11 @@ from quire.kv_cache.spec import KVCacheConfig
 from quire.media import check_media
 from quire.plugins import import_subclass
 from quire.sampling_extras import RepetitionDetectionParams
+from quire.scheduler.beams import Beams
 from quire.scheduler.explain import Explanation
 from quire.scheduler.fair import Fair
 from quire.scheduler.feature_stats import AdapterStats, SpecDecodingStats
-from quire.scheduler.forks import make_fork, make_successor
+from quire.scheduler.forks import make_fork
 from quire.scheduler.holds import Hold
 from quire.scheduler.load_signals import LoadSignals
 from quire.scheduler.mixed_steps import MixedStepLimit
@@ -185,7 +186,7 @@ class Scheduler(StoreAccess):
         policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
         self._queues = RequestQueues(policy, self._kv)
         self._max_adapters = config.max_adapters
-        limits = config.scheduler
+        limits = self._limits = config.scheduler
         self._max_num_batched_tokens = limits.max_num_batched_tokens
         self._rounds = RoundLimit(most_rounds(limits.num_scheduler_steps, kv_config), limits.max_multi_step_s)
         self._mixed = MixedStepLimit(limits.max_num_batched_tokens, limits.max_mixed_step_s or 0.0)
@@ -216,19 +217,19 @@ class Scheduler(StoreAccess):
         Raises:
             ValidationError: the id is in use, or the request cannot run even alone, or its media are malformed.
         """
-        if request.request_id in self._queues.by_id or self._queues.retained.get(request.request_id):
+        if request.request_id in self._queues.by_id:
             raise ValidationError(f"request id {request.request_id!r} is in use", param="request_id")
         check_admissible(request, self._max_model_len, self._kv)
+        if request.beams is not None:
+            check_search(request, self._limits, self._kv, self._max_model_len)
         if request.media:
             check_media(request.media, request.num_prompt_tokens, self._max_num_batched_tokens)
         if self._pooling is not None and request.pooling_params is not None:
             request.starts_over = self._pooling.reads_every_token(request.pooling_params)
         if request.fork_of is not None:
-            parent, kept = self._queues.by_id.get(request.fork_of), self._queues.retained.get(request.fork_of)
+            parent = self._queues.by_id.get(request.fork_of)
             if parent is not None:
                 holds = [*holds, *make_fork(request, parent)]
-            elif kept is not None:
-                make_successor(request, kept)
         self._queues.arrive(request, now, holds)
 
     def hold(self, request_id: str, hold: Hold, now: float) -> bool:
@@ -246,16 +247,12 @@ class Scheduler(StoreAccess):
     def finish_requests(self, request_ids: Iterable[str], reason: str, now: float) -> list[RequestUpdate]:
         """Finish requests in any state and free their blocks; unknown ids are ignored.
 
-        A finished request that is retained for beam search is released.
-
         Returns the last update of each request that this call finished.
         """
         by_id, request_ids = self._queues.by_id, list(dict.fromkeys(request_ids))
         found = [by_id[name] for name in request_ids if name in by_id]
         for request in found:
             self._queues.finish(request, reason, now)
-        for name in request_ids:
-            self._queues.retained.close(name)
         return [last_update(request) for request in found]
 
     def wasted_prompt_tokens(self, request_ids: Iterable[str]) -> dict[str, int]:
@@ -451,8 +448,8 @@ class Scheduler(StoreAccess):
         return list(self._queues.by_id)
 
     def has(self, request_id: str) -> bool:
-        """Return whether a request is unfinished, or retained for forks."""
-        return request_id in self._queues.by_id or self._queues.retained.get(request_id) is not None
+        """Return whether a request is unfinished."""
+        return request_id in self._queues.by_id
 
     @property
     def is_paused(self) -> bool:
@@ -505,6 +502,8 @@ class Scheduler(StoreAccess):
         """Apply one chunk's result to its request; None if there is nothing to report."""
         request, request_id = chunk.request, chunk.request.request_id
         request.complete_step(chunk.num_samples)
+        if request.beams is not None:
+            return self._apply_beams(chunk, request.beams, output, now)
         error = output.failed.get(request_id)
         if error is not None:
             self._kv.disown(request)
@@ -529,12 +528,35 @@ class Scheduler(StoreAccess):
                 request.num_computed_tokens = end
             self._kv.cache_blocks(request, end)
         if stop is not None:
-            self._queues.finish(request, stop[0], now, keeps=request.num_beams > 0)
+            self._queues.finish(request, stop[0], now)
         elif new_token_ids:
             self._queues.release(request, now)
         if chunk.num_drafts:
             self._spec_decoding.note(chunk.num_drafts, num_further)
         return update_of(chunk, output, new_token_ids, stop and stop[1])
+
+    def _apply_beams(
+        self, chunk: Chunk, beams: Beams, output: ModelRunnerOutput, now: float
+    ) -> RequestUpdate | None:
+        """Apply a step to all beams of a search: their likeliest next tokens, from which it selects the next beams."""
+        request, names = chunk.request, beams.names
+        error = next((output.failed[name] for name in names if name in output.failed), None)
+        if error is not None:
+            self._kv.disown(request)
+            self._queues.finish(request, "error", now)
+            return last_update(request, error)
+        if request.status is not RequestStatus.RUNNING:  # preempted meanwhile, so it begins again
+            return None
+        if not beams.has_begun:
+            self._kv.cache_blocks(request, chunk.end)
+        if not chunk.num_samples:
+            return None
+        entries = [output.logprobs[name][0] for name in names]
+        if beams.advance(entries):
+            request.token_ids.append(beams.search.live[0].token_ids[-1])
+        else:
+            self._queues.finish(request, "stop", now)
+        return _update(request, [entry.token_ids[0] for entry in entries], logprobs=entries)
 
     def _append(self, request: Request, sampled: list[int]) -> tuple[list[int], Stop | None]:
         """Append sampled tokens up to the one that finishes the request; returns those added and the stop."""
@@ -572,6 +594,33 @@ def check_admissible(request: Request, max_model_len: int, kv: KVCacheManager) -
             f"the request may need {num_tokens} tokens in the KV cache ({num_prompt_tokens} of prompt), which take "
             f"{needed} blocks of {kv.block_size} tokens; the cache has {kv.num_usable_blocks}",
             param="prompt" if pools else "max_tokens",
+        )
+
+
+def check_search(request: Request, limits: SchedulerConfig, kv: KVCacheManager, max_model_len: int) -> None:
+    """Check that all beams of a search can run at once.
+
+    Raises:
+        ValidationError: with the width and the limit.
+    """
+    width = request.num_rows
+    for name, limit in (
+        ("max_num_seqs", limits.max_num_seqs),
+        ("max_num_batched_tokens", limits.max_num_batched_tokens),
+    ):
+        if width > limit:
+            raise ValidationError(
+                f"a search of {width} beams runs them all at once, and {name} is {limit}: search fewer, or start with "
+                f"a larger --{name.replace('_', '-')}",
+                param="beam_width",
+            )
+    num_tokens = request.max_computed_tokens(max_model_len)
+    needed = kv.max_blocks_of_beams(request.num_prompt_tokens, num_tokens, width)
+    if needed > kv.num_usable_blocks:
+        raise ValidationError(
+            f"a search of {width} beams of up to {num_tokens} tokens ({request.num_prompt_tokens} of prompt) may need "
+            f"{needed} blocks of {kv.block_size} tokens in the KV cache, which has {kv.num_usable_blocks}",
+            param="max_tokens",
         )
 
 

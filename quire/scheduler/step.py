@@ -6,11 +6,15 @@ Invariant: chunks are in plan order, their sizes sum to at most the budget, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from msgspec import structs
+
 from quire.kv_cache.manager import PlannedMoves
+from quire.scheduler.beams import Beams, Branch
 from quire.scheduler.explain import Cause
-from quire.scheduler.output import BlockIds, NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.scheduler.output import BlockIds, BranchedRow, NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.scheduler.request import Request
 
 
@@ -54,7 +58,8 @@ class StepPlan:
         prompt_room: number of tokens of prompts that may still be planned; a single token always may.
         num_prompt_tokens: number of tokens planned in chunks of several, which are of prompts.
         promised_blocks: free blocks reserved for known tokens of planned requests that later steps compute.
-        num_satisfied: running requests that need no token in this step, because all they may still get is in flight.
+        num_rows: rows of the planned requests.
+        num_satisfied: rows that need no token in this step, because all they may still get is in flight.
         next_running: next running request to plan; None once all of them have their tokens.
         passed_over: waiting requests that lack only an adapter slot; others may start before them.
         blocked: first other waiting request that cannot start, and the cause; no later request starts then.
@@ -78,7 +83,9 @@ class StepPlan:
         self.passed_over: dict[Request, None] = {}
         self.blocked: BlockedRequest | None = None
         self.capped: set[Request] = set()
+        self.num_rows = 0
         self.chunks: list[Chunk] = []
+        self._branches: list[BranchedRow] = []
         self._new_requests: list[NewRequestData] = []
         self._scheduled: list[ScheduledRequest] = []
 
@@ -91,7 +98,46 @@ class StepPlan:
 
     def add_new(self, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
         """Plan the first tokens of a request for which the worker has no row."""
-        data = NewRequestData(
+        data = self._row_data(request, block_ids)
+        self._new_requests.append(data)
+        request.has_row = True
+        self.max_decode_steps = 1  # a new request has blocks for these tokens only
+        self._take(request, num_tokens, [], [])
+
+    def add_beams(
+        self,
+        request: Request,
+        beams: Beams,
+        branch: Branch,
+        grown: Mapping[str, BlockIds],
+        moved: Iterable[BlockIds],
+    ) -> None:
+        """Plan a token of each next beam of a search.
+
+        Args:
+            grown: new blocks of the rows that continue themselves.
+            moved: all blocks of each of the others, in order.
+        """
+        tables, num_logprobs = iter(moved), beams.search.num_logprobs
+        start = request.num_computed_tokens
+        params = request.sampling_params.replace_unchecked(logprobs=num_logprobs)
+        for row, source, beam in zip(*branch, beams.search.live, strict=True):
+            name, token_id = beams.name(row), beam.token_ids[-1]
+            own, all_ids = (grown[name], []) if row == source else ([], next(tables))
+            if beams.has_row(row):
+                self._branches.append(BranchedRow(name, beams.name(source), token_id, all_ids, num_logprobs))
+            else:
+                tokens = [*request.prompt_token_ids, *beam.token_ids]
+                data = self._row_data(request, all_ids)
+                self._new_requests.append(
+                    structs.replace(data, request_id=name, token_ids=tokens, sampling_params=params)
+                )
+            self._scheduled.append(ScheduledRequest(name, start, 1, 1, own))
+        num_samples = request.advance(1)
+        self._note(Chunk(request, start, start + 1, num_samples), len(branch.rows))
+
+    def _row_data(self, request: Request, block_ids: BlockIds) -> NewRequestData:
+        return NewRequestData(
             request_id=request.request_id,
             token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
@@ -106,10 +152,6 @@ class StepPlan:
             adapter_request=request.adapter_request,
             media=request.media,
         )
-        self._new_requests.append(data)
-        request.has_row = True
-        self.max_decode_steps = 1  # a new request has blocks for these tokens only
-        self._take(request, num_tokens, [], [])
 
     def add_cached(
         self, request: Request, num_tokens: int, new_block_ids: BlockIds, draft_token_ids: list[int]
@@ -132,6 +174,7 @@ class StepPlan:
             swap_outs=moves.swap_outs,
             swap_ins=moves.swap_ins,
             block_copies=moves.block_copies,
+            branches=self._branches,
             max_decode_steps=self.max_decode_steps,
         )
 
@@ -150,8 +193,12 @@ class StepPlan:
                 request.request_id, start, total, num_samples, new_block_ids, draft_token_ids, pools
             )
         )
-        self.chunks.append(chunk)
-        self.budget -= total
+        self._note(chunk, total)
         if num_tokens > 1:
             self.prompt_room = max(self.prompt_room - num_tokens, 0)
             self.num_prompt_tokens += num_tokens
+
+    def _note(self, chunk: Chunk, num_tokens: int) -> None:
+        self.chunks.append(chunk)
+        self.num_rows += chunk.request.num_rows
+        self.budget -= num_tokens

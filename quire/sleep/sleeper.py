@@ -2,7 +2,7 @@
 """`Sleeper`: sleep mode of an engine core.
 
 Invariant: before memory is freed, no step is in flight, the worker has no row and no block is held. So the cache wakes
-empty, and retained requests are computed again, with the tokens that they would have had.
+empty, and waiting requests are computed again, with the tokens that they would have had.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Sleeper(CoreFeature):
             self._core.progress.load()
 
     def forget(self) -> None:
-        """Discard all cached content; retained requests are computed again. The scheduler is paused."""
+        """Discard all cached content; waiting requests are computed again. The scheduler is paused."""
         self._scheduler.forget(self._clock())
         self._drain()
 

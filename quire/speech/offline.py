@@ -93,9 +93,17 @@ class OfflineSpeech:
         self._width = _most_windows(engine)
 
     def transcribe(
-        self, audio: Sequence[Audio], options: SpeechOptions, use_tqdm: bool
+        self,
+        audio: Sequence[Audio],
+        options: SpeechOptions,
+        use_tqdm: bool,
+        refused: dict[int, ValidationError] | None = None,
     ) -> list[Transcription]:
         """Return the transcripts of sounds, in order.
+
+        Args:
+            refused: receives the errors of sounds that cannot be read, by index; these have no transcript. None: the
+                first ends the call.
 
         Raises:
             ValidationError: a sound or an option is invalid.
@@ -108,18 +116,16 @@ class OfflineSpeech:
             tqdm(total=0, unit="s", desc="Transcribed", disable=not use_tqdm or None) as bar,
             ExitStack() as opened,
         ):
-            return self._all(audio, transcriber, opened, bar)
+            return self._all(self._opened_sounds(audio, transcriber, opened, bar, refused), transcriber, bar)
 
     def close(self) -> None:
         """Remove all files; idempotent."""
         self._store.close()
 
-    def _all(
-        self, audio: Sequence[Audio], transcriber: Transcriber, opened: ExitStack, bar: Any
-    ) -> list[Transcription]:
+    def _all(self, sounds: Iterator[_Progress], transcriber: Transcriber, bar: Any) -> list[Transcription]:
         """Return the transcripts; a sound's samples are removed when its last window is done."""
         found: list[_Progress] = []
-        waiting = self._started(audio, transcriber, opened, bar, found)
+        waiting = self._started(sounds, transcriber, found)
         running = list(itertools.islice(waiting, self._width))
         while running:
             outputs = self._outputs_of([one.ask for one in running])
@@ -129,16 +135,11 @@ class OfflineSpeech:
         return [progress.result(transcriber) for progress in found]
 
     def _started(
-        self,
-        audio: Sequence[Audio],
-        transcriber: Transcriber,
-        opened: ExitStack,
-        bar: Any,
-        found: list[_Progress],
+        self, sounds: Iterator[_Progress], transcriber: Transcriber, found: list[_Progress]
     ) -> Iterator[_Running]:
         """Yield the windows of all sounds, each computed when it is wanted; add the sounds to `found`."""
         previous = transcriber.previous()
-        for progress in self._opened_sounds(audio, transcriber, opened, bar):
+        for progress in sounds:
             found.append(progress)
             for number, window in progress.windows:
                 features = self._store.features(progress.sound, window)
@@ -171,19 +172,42 @@ class OfflineSpeech:
         return None
 
     def _opened_sounds(
-        self, audio: Sequence[Audio], transcriber: Transcriber, opened: ExitStack, bar: Any
+        self,
+        audio: Sequence[Audio],
+        transcriber: Transcriber,
+        opened: ExitStack,
+        bar: Any,
+        refused: dict[int, ValidationError] | None,
     ) -> Iterator[_Progress]:
         """Yield sounds with their language: one by one if it is given, else so many that a batch detects it."""
         language = transcriber.options.language
         size = 1 if language is not None else self._width
         for start in range(0, len(audio), size):
-            sounds = [opened.enter_context(closing(self._opened(one))) for one in audio[start : start + size]]
+            sounds = self._readable(audio[start : start + size], start, opened, refused)
             bar.total += sum(round(sound.seconds) for sound in sounds)
             bar.refresh()
             languages = [language] * len(sounds) if language else self._detected(sounds, transcriber)
             for sound, spoken in zip(sounds, languages, strict=True):
                 windows = self._store.windows(sound, vad_filter=transcriber.options.vad_filter)
                 yield _Progress(sound, windows, spoken)
+
+    def _readable(
+        self,
+        audio: Sequence[Audio],
+        start: int,
+        opened: ExitStack,
+        refused: dict[int, ValidationError] | None,
+    ) -> list[OwnedPcm]:
+        """Open sounds, the first of which has index `start`; see `transcribe`."""
+        sounds: list[OwnedPcm] = []
+        for index, one in enumerate(audio, start):
+            try:
+                sounds.append(opened.enter_context(closing(self._opened(one))))
+            except ValidationError as error:
+                if refused is None:
+                    raise
+                refused[index] = error
+        return sounds
 
     def _detected(self, sounds: Sequence[OwnedPcm], transcriber: Transcriber) -> list[str]:
         """Return the language of each sound's first window."""

@@ -8,6 +8,7 @@ bytes], whatever the bytes mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,14 +64,24 @@ class BlockCopier:
         self._copy_blocks(sources, targets, moves)
 
 
+_LARGE_BYTES = 1 << 14
+"""Bytes from which copying a block takes longer than asking for it."""
+
+
 def copy_on_host(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
     """Copy blocks on a CPU (`CopyBlocks`)."""
     source_ids, target_ids = np.array(moves).T
     for source, target in zip(sources, targets, strict=True):
-        _elements(target)[target_ids] = _elements(source)[source_ids]
+        of, to = _elements(source), _elements(target)
+        if of.itemsize < _LARGE_BYTES:
+            to[target_ids] = of[source_ids]
+            continue
+        of, to = of.view(np.uint8).reshape(len(of), -1), to.view(np.uint8).reshape(len(to), -1)
+        for source_id, target_id in moves:  # at once they would be gathered first, and then scattered
+            to[target_id] = of[source_id]
 
 
-def _elements(tensor: Tensor) -> NDArray[np.void]:
+def _elements(tensor: Tensor) -> NDArray[Any]:
     """Return a view [blocks] with each block as one element: torch scatters bytes one by one, at 0.5 GiB/s."""
     content = tensor.view(torch.uint8)
     return content.numpy().view(f"V{content.shape[1]}")[:, 0]

@@ -8,6 +8,7 @@ are overwritten. Large arrays are zero pages of the kernel until a row is used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from quire.errors import EngineError
 from quire.kv_cache.spec import NULL_BLOCK_ID, KVCacheSpec, RecurrentStateSpec
-from quire.scheduler.output import NewRequestData, ScheduledRequest
+from quire.scheduler.output import BranchedRow, NewRequestData, ScheduledRequest
 from quire.worker.media_rows import MediaBatch
 
 
@@ -246,6 +247,29 @@ class InputBatch:
                 f"for {request.num_samples} samples and max_model_len {self.max_model_len}"
             )
         self.token_ids[row, first : first + len(drafts)] = drafts
+
+    def branch(self, branches: Sequence[BranchedRow]) -> NDArray[np.int64]:
+        """Let rows of searches continue others, all at once; return the rows.
+
+        Raises:
+            EngineError: a row is missing, two have different numbers of tokens, or a block id is bad.
+        """
+        rows = self.rows([one.request_id for one in branches])
+        sources = self.rows([one.parent_id for one in branches])
+        ends = self.num_tokens[rows]
+        if (ends != self.num_tokens[sources]).any() or (ends <= self.num_prompt_tokens[rows]).any():
+            raise EngineError("the plan continues rows of beams that have different numbers of tokens")
+        width = int(ends.max())
+        self.token_ids[rows, :width] = self.token_ids[sources, :width]
+        self.token_ids[rows, ends - 1] = [one.token_id for one in branches]
+        for row, one in zip(rows.tolist(), branches, strict=True):
+            if one.block_ids:
+                for table in self.block_tables:
+                    table.clear(row)
+                self._append_blocks(row, one.block_ids, int(self.num_computed_tokens[row]))
+        self.generations[rows] += 1
+        self._num_added += 1
+        return rows
 
     def remove(self, request_id: str) -> int:
         """Free the request's row and return it.

@@ -10,7 +10,7 @@ Invariant: a failing request fails alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from quire.models.stages import ALL, Stage
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import (
     STEP_PROTOCOL_VERSION,
+    BranchedRow,
     ModelRunnerOutput,
     NewRequestData,
     ScheduledRequest,
@@ -332,10 +333,12 @@ class ModelRunner:
         self._unread = self._unread[num_steps:]
 
     def _update_batch(self, plan: SchedulerOutput) -> dict[str, str]:
-        """Add, remove and extend rows as planned; return unusable requests with their reasons.
+        """Branch, remove, add and extend rows as planned; return unusable requests with their reasons.
 
         They are remembered, because plans made before the scheduler receives the failure still name them.
         """
+        if plan.branches:
+            self._branch(plan.branches)
         for request_id in plan.removed_request_ids:
             self._remove(request_id)
         for request in plan.new_requests:
@@ -352,6 +355,10 @@ class ModelRunner:
             elif scheduled.num_samples > 1 or scheduled.draft_token_ids or any(scheduled.new_block_ids):
                 self._grow(scheduled)
         return unusable
+
+    def _branch(self, branches: Sequence[BranchedRow]) -> None:
+        for row, one in zip(self.batch.branch(branches).tolist(), branches, strict=True):
+            self._sampling.set_num_logprobs(row, one.num_logprobs)
 
     def _why_media(self, request: NewRequestData) -> str | None:
         """Return why the request's media are unusable, or None."""

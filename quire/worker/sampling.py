@@ -186,6 +186,9 @@ class Sampling(Protocol):
     def remove_request(self, row: int) -> None:
         """Drop the state of a row."""
 
+    def set_num_logprobs(self, row: int, num_logprobs: int) -> None:
+        """Report another number of most likely tokens of a row from now on."""
+
     def reads_tokens(self, inputs: StepInputs) -> bool:
         """Return whether `sample` needs earlier sampled tokens on the host."""
 
@@ -224,6 +227,9 @@ class RowSampling:
 
     def remove_request(self, row: int) -> None:
         self._samplers.remove_request(row)
+
+    def set_num_logprobs(self, row: int, num_logprobs: int) -> None:
+        self._samplers.of_row(row).set_num_logprobs(row, num_logprobs)
 
     def reads_tokens(self, inputs: StepInputs) -> bool:
         return self._samplers.reads_tokens(inputs.layout.samples.rows)

@@ -140,6 +140,9 @@ class ReceivedSampling:
     def remove_request(self, row: int) -> None:
         """Do nothing."""
 
+    def set_num_logprobs(self, row: int, num_logprobs: int) -> None:
+        """Do nothing."""
+
     def reads_tokens(self, inputs: StepInputs) -> bool:
         return False
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.beam_search.requests import BeamSearch
+from quire.beam_search.search import BeamSearch
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.trace import read_trace, replay
 from quire.entrypoints.llm import LLM
@@ -191,7 +191,7 @@ def test_beams_share_their_blocks(tiny_model: Callable[[str], Path]) -> None:
     assert (len(output.sequences), stats.get("num_preemptions", 0)) == (4, 0)
 
 
-def test_a_beam_does_not_go_back_to_the_end_of_the_queue(tiny_model: Callable[[str], Path]) -> None:
+def test_a_search_runs_until_its_end(tiny_model: Callable[[str], Path]) -> None:
     """Requests queued later wait for the whole beam search, as they would for any other request."""
     engine = make_llm(tiny_model(MODEL), max_num_seqs=2, scheduling_policy="fcfs").llm_engine
     engine.add_request("beam", prompts()[2], BeamSearchParams(2, 20, ignore_eos=True))
@@ -226,11 +226,11 @@ def test_aborted_search_returns_its_beams_and_leaks_nothing(
 
 
 def test_a_search_goes_on_in_another_core(tiny_model: Callable[[str], Path]) -> None:
-    """Beams of a step without an output yet are sent again to the new core, which has none of their shared blocks."""
+    """It begins again in the new core, with the same result."""
     params = BeamSearchParams(3, 12, ignore_eos=True)
-    llm = make_llm(tiny_model(MODEL), max_num_seqs=2)
+    llm = make_llm(tiny_model(MODEL), max_num_seqs=3)
     (expected,) = llm.beam_search(prompts()[3], params)
-    engine, other = llm.llm_engine, make_llm(tiny_model(MODEL), max_num_seqs=2).llm_engine
+    engine, other = llm.llm_engine, make_llm(tiny_model(MODEL), max_num_seqs=3).llm_engine
     engine.add_request("beam", prompts()[3], params)
     for _ in range(6):
         engine.step()
@@ -252,6 +252,16 @@ def test_unsupported_beam_search_parameters_are_refused(tiny_model: Callable[[st
     llm = make_llm(tiny_model(MODEL), logprobs_mode="raw_logits")
     with pytest.raises(ValidationError, match="adds up logprobs"):
         llm.beam_search([[3]], BeamSearchParams(2, 3))
+    engine = make_llm(
+        tiny_model(MODEL), max_num_seqs=2, max_model_len=40, num_gpu_blocks_override=6
+    ).llm_engine
+    for wide, why in (
+        (BeamSearchParams(3, 3), "3 beams runs them all"),
+        (BeamSearchParams(2, 32), "may need"),
+    ):
+        engine.add_request("wide", [3] * 4, wide)
+        (output,) = drained(engine).values()
+        assert why in str(output.outputs[0].stop_reason)
 
 
 def test_text_is_that_of_the_tokens() -> None:

@@ -8,8 +8,9 @@ import random
 import msgspec
 import pytest
 
-from quire.beam_search.requests import BeamSearch, BeamSearches
-from quire.engine.messages import AbortRequests, AddRequest, CoreRequest, EngineCoreRequest
+from quire.beam_search.requests import BeamSearches
+from quire.beam_search.search import BeamSearch
+from quire.engine.messages import AddRequest, CoreRequest, EngineCoreRequest
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.metrics.stats import IterationStats
 from quire.outputs import RequestOutput
@@ -59,57 +60,48 @@ def over_the_wire(message: CoreRequest) -> CoreRequest:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=CoreRequest)
 
 
-def test_each_step_forks_every_beam_and_closes_the_parents() -> None:
-    """As the core gets it, in a process of its own."""
+def test_front_end_follows_the_beams_of_the_core() -> None:
+    """As the core gets them, in a process of its own; after a preemption, and in another core, from the beginning."""
     outputs: list[RequestOutput | Exception] = []
     searches, stats = BeamSearches(None), IterationStats()
-    plain = SamplingParams(temperature=0.0, max_tokens=6)
-    first = EngineCoreRequest("r", [1, 2, 3], plain, 0.0, eos_token_ids=[0])
-    params = BeamSearchParams(3, 6)
+    plain = SamplingParams(temperature=0.0, max_tokens=6, logprobs=6)
+    params = BeamSearchParams(3, 6, extra_args={"a": 1})
+    first = EngineCoreRequest("r", [1, 2, 3], plain, 0.0, eos_token_ids=[0], search=params)
     core_ids, messages = searches.add(
         "label", TokenizedPrompt([1, 2, 3], None), first, params, outputs.append
     )
-    alive: set[str] = set()
-    for length in range(6):
-        add, *closing = map(over_the_wire, messages)
-        assert isinstance(add, AddRequest)
-        requests = add.requests()
-        assert [one.beam for one in requests] == list(range(len(requests)))
-        assert {one.request_id for one in requests} <= {*core_ids} - alive
-        for one in requests:
-            assert len(one.output_token_ids) == length
-            assert one.sampling_params.max_tokens == length + 1
-            assert (one.fork_of in alive) == (length > 0)
-        assert [one.request_ids for one in closing if isinstance(one, AbortRequests)] == (
-            [sorted(alive)] if length else []
-        )
-        alive = {one.request_id for one in requests}
-        messages = []
-        for one in random.Random(length).sample(requests, len(requests)):  # they answer in any order
-            entry = entry_after(one.output_token_ids)
-            update = RequestUpdate(one.request_id, [entry.token_ids[0]], "length", logprobs=[entry])
-            messages += searches.process([update], 1.0, stats)
-        if outputs:
+    (add,) = map(over_the_wire, messages)
+    assert isinstance(add, AddRequest)
+    assert (core_ids, add.requests()) == (["r"], [first])
+    (again,) = searches.resume(["r"])
+    assert again == first
+    search = BeamSearch(params, [0])
+    for step in range(10):
+        if step == 3:
+            search.restart()
+        entries = [entry_after(beam.token_ids) for beam in search.live]
+        search.advance(entries)
+        update = RequestUpdate("r", [1] * len(entries), "stop" if search.is_done else None, logprobs=entries)
+        update.scheduled_ts = 1.0 if step in (0, 3) or search.is_done else 0.0
+        assert searches.process([update], 1.0, stats) == []
+        if search.is_done:
             break
-    assert [sorted(one.request_ids) for one in messages if isinstance(one, AbortRequests)] == [sorted(alive)]
     (output,) = outputs
     assert isinstance(output, RequestOutput)
-    assert len(output.outputs) == 3
+    assert [one.token_ids for one in output.outputs] == [one.beam.token_ids for one in search.best()]
     assert searches.num_unfinished == 0
     for one in output.outputs:
         assert one.cumulative_logprob == pytest.approx(score(one.token_ids, 0.0))
 
 
-def test_a_beam_that_fails_ends_its_search_alone() -> None:
+def test_a_search_that_fails_ends_alone() -> None:
     outputs: dict[str, list[RequestOutput | Exception]] = {"a": [], "b": []}
     searches = BeamSearches(None)
     for name, sink in outputs.items():
         first = EngineCoreRequest(name, [1], SamplingParams(temperature=0.0), 0.0)
         searches.add(name, TokenizedPrompt([1], None), first, BeamSearchParams(2, 5), sink.append)
-    failed = RequestUpdate("a.a0", [], "error", error="numbers went bad")
-    (message,) = searches.process([failed], 1.0, IterationStats())
-    assert isinstance(message, AbortRequests)
-    assert all(name.startswith("a.") for name in message.request_ids)
+    failed = RequestUpdate("a", [], "error", error="numbers went bad")
+    assert searches.process([failed], 1.0, IterationStats()) == []
     (output,) = outputs["a"]
     assert isinstance(output, RequestOutput)
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("error", "numbers went bad")

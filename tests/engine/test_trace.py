@@ -199,7 +199,7 @@ def test_a_run_that_was_cut_off_is_read_to_its_last_whole_frame(recording: Path,
         (b"quire-trace\n\x05\0\0\0abc", "is no recorded run"),
         (b"PK\x03\x04" * 10, "is no recorded run"),
         (MAGIC + b"\x05\0\0\0\xff\xff\xff\xff\xff", "is damaged"),
-        (MAGIC + b"\x0a\0\0\0" + msgspec.msgpack.encode({"version": 9}), "of version 9, not 6"),
+        (MAGIC + b"\x0a\0\0\0" + msgspec.msgpack.encode({"version": 9}), "of version 9, not 7"),
     ],
 )
 def test_file_that_is_no_trace_is_refused(data: bytes, message: str, tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ from quire.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 40
 REQUEST_FIELDS = (
-    "eos_token_ids", "cache_salt", "priority", "tenant", "fork_of", "pooling_params", "output_token_ids", "num_beams",
-    "beam", "second_text_start", "adapter_request", "media",
+    "eos_token_ids", "cache_salt", "priority", "tenant", "fork_of", "pooling_params", "output_token_ids", "search",
+    "second_text_start", "adapter_request", "media",
 )  # fmt: skip
 
 ALONE_FIELDS = ("eos_token_ids", "cache_salt", "pooling_params", "adapter_request", "media")
@@ -148,7 +148,9 @@ class Engine:
         self.now += 1.0
         plan = self.scheduler.schedule(self.now)
         assert not had_ready or plan.total_num_scheduled_tokens > 0, "a step without progress"
-        assert not any(self.lacks[name] for name in plan.num_scheduled_tokens), "a held request was planned"
+        assert not any(self.lacks.get(name) for name in plan.num_scheduled_tokens), (
+            "a held request was planned"
+        )
         assert plan.total_num_scheduled_tokens <= self.config.scheduler.max_num_batched_tokens
         assert self.scheduler.stats().num_running <= self.config.scheduler.max_num_seqs
         self.plans.append(plan)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire import LLM
-from quire.beam_search.requests import TokenRules
+from quire.beam_search.search import TokenRules
 from quire.errors import ValidationError
 from quire.sampling_params import BeamSearchParams
 from tests.seq2seq.tiny import PAD, save, texts

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire import LLM
 from quire.adapters import LoRARequest
 from quire.executor import uniproc
 from quire.kernels import cpu, ops, triton
@@ -20,7 +21,7 @@ from quire.kernels.reference_sampling import sample_by_gumbel
 from quire.kernels.triton import launch
 from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.output import ScheduledRequest, SchedulerOutput
 from quire.worker.calibration import Rehearsal, rehearsed_groups
 from quire.worker.devices import make_device
@@ -388,6 +389,26 @@ def test_swapped_blocks_come_back(
     assert stats["num_preemptions"] > 0
     monkeypatch.undo()
     assert facts(got) == facts(serve(jobs, **args)[0])
+
+
+def test_beams_equal_the_hosts(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]
+) -> None:
+    args: dict[str, Any] = {"model": str(tiny_model("llama")), "max_model_len": 96, "max_num_seqs": 8}
+    prompts, params = [[5, 9, 11, 40, 7], list(range(3, 30))], BeamSearchParams(3, 20, ignore_eos=True)
+
+    def searched(**more: Any) -> list[Any]:
+        llm = LLM(**args, **more)
+        try:
+            found = llm.beam_search(prompts, params)
+        finally:
+            llm.shutdown()
+        return [[(one.tokens, one.cum_logprob) for one in output.sequences] for output in found]
+
+    got = searched(**overlapped(2))
+    assert on_fake_gpu
+    monkeypatch.undo()
+    assert got == searched()
 
 
 @pytest.mark.more

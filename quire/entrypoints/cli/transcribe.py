@@ -46,7 +46,10 @@ def transcribe(
     output_dir: Path | None,
     **params: Any,
 ) -> None:
-    """Transcribe sound FILES with a Whisper model (`--model`), with a progress bar on a terminal."""
+    """Transcribe sound FILES with a Whisper model (`--model`), with a progress bar on a terminal.
+
+    A file that cannot be read is named on standard error; the others are transcribed, and the exit code is 1.
+    """
     missing = next((file for file in files if not file.is_file()), None)
     if missing is not None:
         raise click.UsageError(f"there is no file {str(missing)!r}")
@@ -54,6 +57,12 @@ def transcribe(
     form = form or "text"
     if words and form == "text":
         raise click.UsageError("--words needs --srt, --vtt or --json")
+    targets = [_target(file, form, output_dir) for file in files]
+    twice = next((one for at, one in enumerate(targets) if one and one in targets[:at]), None)
+    if twice is not None:
+        raise click.UsageError(
+            f"two files would be written to {str(twice)!r}; transcribe one of them by itself"
+        )
 
     with hastened_import():
         from quire.engine.llm_engine import LLMEngine
@@ -72,21 +81,32 @@ def transcribe(
     try:
         speech = EngineSpeech(engine)
         try:
-            for file, found in zip(files, speech.transcribe(files, options, use_tqdm=True), strict=True):
-                _write(file, WRITERS[form](found, words=words), form, output_dir)
+            refused: dict[int, ValidationError] = {}
+            found = iter(speech.transcribe(files, options, use_tqdm=True, refused=refused))
+            for index, target in enumerate(targets):
+                if index not in refused:
+                    _write(target, WRITERS[form](next(found), words=words))
         finally:
             speech.close()
     finally:
         engine.shutdown()
+    for error in refused.values():
+        click.echo(f"error: {error}", err=True)
+    if refused:
+        raise click.exceptions.Exit(1)
 
 
-def _write(file: Path, content: str, form: str, output_dir: Path | None) -> None:
-    if output_dir is None:
+def _target(file: Path, form: str, output_dir: Path | None) -> Path | None:
+    """Return the file of a transcript; None: standard output."""
+    return None if output_dir is None else output_dir / f"{file.stem}.{'txt' if form == 'text' else form}"
+
+
+def _write(target: Path | None, content: str) -> None:
+    if target is None:
         sys.stdout.write(content)
         return
-    target = output_dir / f"{file.stem}.{'txt' if form == 'text' else form}"
     try:
-        output_dir.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(content, encoding="utf-8")
     except OSError as error:
         raise ValidationError(f"{target} cannot be written: {error.strerror}") from None

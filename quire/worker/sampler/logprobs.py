@@ -125,6 +125,11 @@ class Logprobs(Feature[StagedLogprobs]):
             assert params.logprobs is not None
             self._num_logprobs[row] = params.logprobs
 
+    def set_num(self, row: int, num_logprobs: int) -> None:
+        """Report another number of most likely tokens of a user's row from now on."""
+        assert self._is_user[row], "the row reports no logprobs"
+        self._num_logprobs[row] = num_logprobs
+
     def _forget(self, row: int) -> None:
         self._listed.pop(row, None)
 

@@ -296,6 +296,10 @@ class Sampler:
         for feature in self._features:
             feature.remove_request(row)
 
+    def set_num_logprobs(self, row: int, num_logprobs: int) -> None:
+        """Report another number of most likely tokens of a row from now on."""
+        self._logprobs.set_num(row, num_logprobs)
+
     def columns_to_replay(self, row: int, start: int, end: int) -> range:
         """Return the columns after positions `start` to `end` that were sampled before the row was added."""
         num_known = self._replays.get(row)

@@ -36,12 +36,24 @@ def test_transcribe_missing_file_is_named_before_loading(capsys: pytest.CaptureF
     assert "there is no file 'nothere.wav'" in capsys.readouterr().err
 
 
-def test_transcribe_file_without_sound_is_refused(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_transcribe_goes_on_without_files_it_cannot_read(
+    model: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.wav").write_bytes(b"")
-    assert main(["transcribe", str(tmp_path / "empty.wav"), "--model", model]) != 0
-    assert "empty.wav': the file is empty" in capsys.readouterr().err
+    files = [str(tmp_path / "empty.wav"), str(sound)]
+    assert main(["transcribe", *files, "--model", model, "--temperature", "0"]) == 1
+    printed = capsys.readouterr()
+    assert "error: '" in printed.err
+    assert "empty.wav': the file is empty" in printed.err
+    assert printed.out.strip()
+
+
+def test_transcribe_writes_no_file_twice(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(sound), str(sound), "--output-dir", str(tmp_path)]
+    assert main(["transcribe", *files, "--model", "no-such-model"]) == 2
+    assert "two files would be written to" in capsys.readouterr().err
 
 
 def test_transcribe_writes_a_file_per_sound(model: str, sound: Path, tmp_path: Path) -> None:
