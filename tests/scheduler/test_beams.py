@@ -140,6 +140,22 @@ def test_a_preempted_search_begins_again(lots: list[LotSearch]) -> None:
     assert {tokens: alone((*range(8), *tokens)) for tokens in one.heard} == one.heard
 
 
+@pytest.mark.parametrize("renew", ["forget", "mix"])
+def test_a_search_begins_again_after_sleep_or_new_weights(renew: str) -> None:
+    engine = Engine()
+    one = search(engine, "s", PROMPT, 3, 8)
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.pause(engine.now)
+    getattr(engine.scheduler, renew)(engine.now)
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.kv.holders() == set()
+    engine.scheduler.resume(engine.now)
+    engine.drain()
+    assert one.is_done
+    assert {tokens: alone((*PROMPT, *tokens)) for tokens in one.heard} == one.heard
+
+
 def test_an_aborted_or_failed_search_frees_all_rows() -> None:
     engine = Engine()
     for end in (lambda: engine.abort("s"), lambda: engine.fail("s")):
