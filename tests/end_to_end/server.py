@@ -104,11 +104,26 @@ def wait_until(condition: Any, within_s: float, message: Any) -> None:
         time.sleep(0.05)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+_PORTS = range(10_000, 32_000)
+"""Below the ports that systems give to outgoing connections, which could take a free one before a server does."""
+_PORTS_EACH = 100
+_next_port = itertools.count()
+
+
+def free_port(number: int = 1) -> int:
+    """Return the first of so many free ports in a row; other test processes are given other ports."""
+    part = _PORTS[os.getpid() * _PORTS_EACH % len(_PORTS) :][:_PORTS_EACH]
+    while True:
+        first = part[next(_next_port) * number % (len(part) - number + 1)]
+        if all(_is_free(first + offset) for offset in range(number)):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def children_of(pid: int) -> list[int]:

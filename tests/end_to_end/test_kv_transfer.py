@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.kv_store import tier
+from tests.end_to_end.server import free_port
 from tests.fixtures.quick import quick
 
 OPTIONS: dict[str, Any] = {"max_model_len": 160, "cpu_threads": 1, "max_num_seqs": 4, "block_size": 4}
@@ -156,7 +156,7 @@ def test_ranks_transfer_their_own_blocks(
     ranks = {"tensor_parallel_size": 2}
     with engine(model, **ranks) as alone:
         expected, _ = decode(alone, prompt, None)
-    port = free_ports(2)
+    port = free_port(2)
     with engine(model, **ranks, kv_transfer_config=config("kv_producer", kv_port=port)) as producer:
         offer = prefill(producer, prompt)
         assert (offer["remote_port"], offer["tp_size"]) == (port, 2)
@@ -164,16 +164,6 @@ def test_ranks_transfer_their_own_blocks(
         with engine(model, **ranks, kv_transfer_config=consumes) as consumer:
             answer, number = decode(consumer, prompt, offer)
     assert (answer, number) == (expected, (len(prompt) - 1) // 4 * 4)
-
-
-def free_ports(number: int) -> int:
-    """Return the first of several free ports in a row."""
-    while True:
-        with contextlib.ExitStack() as probes, contextlib.suppress(OSError, OverflowError):
-            first = probes.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for offset in range(1, number):
-                probes.enter_context(socket.create_server(("127.0.0.1", first + offset)))
-            return int(first)
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,8 @@ def test_client_without_a_server_is_an_error() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(UnavailableError, match=f"127.0.0.1:{port}.*is `quire serve` running"):
-        asyncio.run(ServerClient(f"http://127.0.0.1:{port}").get("/x"))
+        with pytest.raises(UnavailableError, match=f"127.0.0.1:{port}.*is `quire serve` running"):
+            asyncio.run(ServerClient(f"http://127.0.0.1:{port}").get("/x"))
 
 
 def test_silent_server_times_out() -> None:
