@@ -146,7 +146,7 @@ def test_unsupported_sampling_options_are_refused(
 ) -> None:
     with pytest.raises(ValidationError, match="this engine has none"):
         generate(llm, SamplingParams(extra_args={"only": 1}))
-    with pytest.raises(ValidationError, match="thinking_token_budget needs to know"):
+    with pytest.raises(ValidationError, match="thinking_token_budget needs the markers"):
         generate(llm, SamplingParams(thinking_token_budget=1))
     recording = make_llm(tiny_model("llama-tied-bias"), record_trace=str(tmp_path / "trace"))
     with pytest.raises(ValidationError, match="cannot be recorded"):

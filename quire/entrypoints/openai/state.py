@@ -222,7 +222,7 @@ class ServerState:
         if self.draining:
             return "the server is shutting down"
         if self.engine.refuses_requests:
-            return "the engine is asleep and takes no requests until it is woken"
+            return "the engine is asleep or paused and takes no requests until it is woken or resumed"
         if self.engine.is_ready:
             return None
         loading = self.engine.loading
